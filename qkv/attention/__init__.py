@@ -1,0 +1,92 @@
+"""Attention over stored codes: one function, several backends.
+
+A backend is a module with ``name``, ``available()``, ``supports(query, view)`` and ``attend(...)`` of the one
+signature. ``auto`` takes the first that can serve, and decodes a layer for torch's attention where none can:
+
+* ``cpu``: the compiled kernel, for up to 8 queries.
+* ``dense``: decode one layer, then torch's attention; for prompts.
+* ``reference``: plain torch in double precision.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qkv.attention import cpu, dense, reference
+from qkv.view import KVView
+
+__all__ = ["attention", "choose"]
+
+_fused = {cpu.name: cpu}
+
+
+def choose(query: torch.Tensor, view: KVView, backend: str = "auto") -> str:
+    """The name of the backend that serves a query over a view: ``cpu``, ``dense`` or ``reference``.
+
+    Raises:
+        ValueError: an unknown backend, or one that was asked for by name and is not there.
+    """
+    if backend == "reference":
+        return backend
+    if backend == "auto":
+        for module in _fused.values():
+            if module.supports(query, view) is None and module.available() is None:
+                return module.name
+        return "dense"
+    if backend not in _fused:
+        raise ValueError(f"unknown backend {backend!r}; use one of auto, {', '.join(_fused)}, reference")
+    missing = _fused[backend].available()
+    if missing is not None:
+        raise ValueError(f"backend {backend!r} cannot be used: {missing}")
+    # Prompts are no task of a decoding kernel, whichever is asked for.
+    return backend if _fused[backend].supports(query, view) is None else "dense"
+
+
+def attention(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Softmax attention of queries over the stored tokens of one layer.
+
+    Args:
+        query: ``[batch, q_heads, q_len, key_dim]``, float32, bfloat16 or float16; q_heads is a multiple of kv_heads.
+        view: the stored keys and values, from ``QKVCache``.
+        mask: ``[batch or 1, q_heads or 1, q_len, kv_len]``; boolean (True: seen) or additive. A row that sees nothing
+            gives zeros.
+        softmax_scale: what scores are multiplied with; None: ``key_dim ** -0.5``.
+        causal: without a mask, whether query i of q_len sees only the first ``kv_len - q_len + i + 1`` tokens.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before masking; None: not.
+        sinks: ``[q_heads]`` logits that take part in the softmax without a value (learned sinks), or None.
+        backend: ``auto``, ``cpu`` or ``reference``.
+
+    Returns:
+        ``[batch, q_len, q_heads, value_dim]``, contiguous, of the query's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a backend that is not there.
+    """
+    batch, kv_heads, key_dim, _ = view.shape
+    if query.dim() != 4 or query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[3] != key_dim:
+        raise ValueError(
+            f"query must be [batch={batch}, a multiple of {kv_heads} heads, q_len, head_dim={key_dim}], "
+            f"not {list(query.shape)}"
+        )
+    if mask is not None:
+        if mask.dim() != 4 or mask.shape[2] not in (1, query.shape[2]) or mask.shape[3] < view.length:
+            raise ValueError(
+                f"mask must be [batch or 1, heads or 1, q_len={query.shape[2]}, kv_len={view.length}], "
+                f"not {list(mask.shape)}"
+            )
+        mask = mask[..., : view.length].expand(-1, -1, query.shape[2], -1)
+    scale = softmax_scale if softmax_scale is not None else key_dim**-0.5
+    served = choose(query, view, backend)
+    if served == "dense":
+        return dense.attend_view(query, view, mask, scale, causal, softcap, sinks)
+    module = reference if served == "reference" else _fused[served]
+    return module.attend(query, view, mask, scale, causal, softcap, sinks)

@@ -1,0 +1,150 @@
+"""The compiled CPU kernel: attention of a few queries straight over the codes.
+
+Python's part is to lay out addresses and lengths. The addresses of a store's segments change only when memory is
+allocated, so they are kept between steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, cast
+
+import torch
+
+from qkv import native
+from qkv.attention.dense import late_mask
+from qkv.storage import LayerStore, Run
+from qkv.view import KVView
+
+name = "cpu"
+MAX_QUERIES = 8
+
+
+def available() -> str | None:
+    """None, or why there is no compiled kernel."""
+    return None if native.library() is not None else native.status()
+
+
+def supports(query: torch.Tensor, view: KVView) -> str | None:
+    """None, or why this attention cannot be served."""
+    if query.device.type != "cpu" or view.device.type != "cpu":
+        return f"tensors are on {view.device}, not on the CPU"
+    if query.shape[2] > MAX_QUERIES:
+        return f"{query.shape[2]} queries; the kernel is for up to {MAX_QUERIES}"
+    if query.dtype not in native.FLOAT_IDS or view.dtype not in native.FLOAT_IDS:
+        return f"queries are {query.dtype}"
+    for format in (view.store.key_format, view.store.value_format):
+        if format is not None and format.native_id is None:
+            return f"the kernel does not read {format.name}"
+    return None
+
+
+class _Regions:
+    """The array of regions of a store, brought up to date at every step."""
+
+    def __init__(self, store: LayerStore):
+        self.version = store.version
+        self.moving = store.residual is not None
+        self.runs = store.runs()
+        self.array = _region_array(self.runs)
+        self.lengths = [run.length for run in self.runs]
+
+    def refresh(self, store: LayerStore) -> None:
+        # Without a residual window only the last segment grows while the version stays.
+        self.array[len(self.runs) - 1].length = self.runs[-1].segment.length
+
+
+def _region_array(runs: list[Run]) -> Any:
+    array = (native.Region * max(1, len(runs)))()
+    for region, run in zip(array, runs, strict=False):
+        region.key = run.segment.key.native(run.offset)
+        region.value = run.segment.value.native(run.offset)
+        region.length = run.length
+    return array
+
+
+def _regions(view: KVView) -> tuple[Any, int]:
+    store = view.store
+    if view.runs_changed or view.late is not None:
+        runs = list(view.runs())
+        if view.late is not None:
+            runs.append(Run(view.late.segment, 0, view.late.segment.length))
+        return _region_array(runs), len(runs)
+    cached = cast("_Regions | None", store.kernel_regions)
+    if cached is None or cached.version != store.version or cached.moving:
+        view.runs()  # raises when the view is out of date
+        cached = _Regions(store)
+        store.kernel_regions = cached
+    else:
+        cached.refresh(store)
+    return cached.array, len(cached.runs)
+
+
+def attend(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over a view; arguments and result as in :func:`qkv.attention.attention`."""
+    lib = native.library()
+    if lib is None:
+        raise RuntimeError(native.status())
+    if query.dtype == torch.float16:
+        return attend(query.float(), view, mask, softmax_scale, causal, softcap, sinks).half()
+    batch, heads, q_len, key_dim = query.shape
+    _, kv_heads, _, value_dim = view.shape
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    if view.late is not None:
+        mask, causal = late_mask(view, mask, q_len, 0, q_len, causal), False
+    regions, count = _regions(view)
+    out = torch.empty(batch, q_len, heads, value_dim, dtype=query.dtype)
+    args = native.Attend(
+        query=query.data_ptr(),
+        out=out.data_ptr(),
+        regions=ctypes.addressof(regions),
+        batch=batch,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        q_len=q_len,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        n_regions=count,
+        softmax_scale=softmax_scale,
+        softcap=softcap or 0.0,
+        query_dtype=native.FLOAT_IDS[query.dtype],
+        causal=causal and q_len > 1 and mask is None,
+        threads=torch.get_num_threads(),
+    )
+    args.query_stride[:] = query.stride()[:3]
+    keep = []  # what the addresses point to must live until the call is over
+    if mask is not None:
+        wide = mask if mask.dtype == torch.bool else mask.float()
+        wide = wide.expand(batch, heads, q_len, wide.shape[-1])
+        args.mask = wide.data_ptr()
+        args.mask_kind = native.MASK_BOOL if wide.dtype == torch.bool else native.MASK_F32
+        args.mask_stride[:] = wide.stride()
+        keep.append(wide)
+    if sinks is not None:
+        logits = sinks.float().contiguous()
+        args.sinks = logits.data_ptr()
+        keep.append(logits)
+    if view.key_multiplier is not None:
+        per_head = view.key_multiplier.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(1)
+        packed = (query * per_head).to(query.dtype).contiguous()
+        args.query_packed = packed.data_ptr()
+        args.packed_stride[:] = packed.stride()[:3]
+        keep.append(packed)
+    if view.key_centre is not None:
+        per_head = view.key_centre.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(1)
+        bias = (query.float() * per_head).sum(dim=-1).contiguous()
+        args.packed_bias = bias.data_ptr()
+        keep.append(bias)
+    code = lib.qkv_attend(args)
+    if code != 0:
+        raise RuntimeError(f"the compiled attention kernel refused its arguments (code {code})")
+    return out

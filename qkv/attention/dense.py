@@ -1,0 +1,164 @@
+"""Attention of many queries: stored tokens are decoded, one layer at a time, and torch's own attention does the rest.
+
+For a prompt the arithmetic of attention outweighs the decoding by far, and torch's blocked kernels do it well. The
+decoded tensors live for one layer's attention only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from qkv.view import KVView
+
+# Queries in one piece where a mask has to be made: bounds the memory of masks and of scores.
+PIECE = 512
+
+
+def attend_view(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over a view; arguments and result as in :func:`qkv.attention.attention`."""
+    keys, values = view.decode(query.dtype)
+    if view.late is None:
+        return attend(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
+    late = view.late.segment
+    keys = torch.cat([keys, late.key.codes.to(query.dtype)], dim=2)
+    values = torch.cat([values, late.value.codes.to(query.dtype)], dim=2)
+    pieces = []
+    for start in range(0, query.shape[2], PIECE):
+        part = query[:, :, start : start + PIECE]
+        allowed = late_mask(view, mask, query.shape[2], start, part.shape[2], causal)
+        pieces.append(attend(part, keys, values, allowed, softmax_scale, False, softcap, sinks))
+    return torch.cat(pieces, dim=1)
+
+
+def late_mask(
+    view: KVView, mask: torch.Tensor | None, q_len: int, start: int, rows: int, causal: bool
+) -> torch.Tensor:
+    """The mask over the stored tokens followed by the exact copies in ``view.late``.
+
+    Every query sees each token once: as stored, or exactly.
+
+    Args:
+        view: with ``late`` set.
+        mask: ``[batch or 1, heads or 1, q_len, length]``, boolean or additive, or None.
+        q_len: queries of the whole pass; the last one is at the last position.
+        start, rows: the queries to make the mask for.
+        causal: whether a query sees only positions up to its own (where ``mask`` is None).
+
+    Returns:
+        ``[batch or 1, heads or 1, rows, length + late tokens]``, of the kind that ``mask`` has, boolean for None.
+    """
+    late = view.late
+    if late is None:
+        raise ValueError("late_mask is for a view with exact copies")
+    query = torch.arange(start, start + rows, device=view.device).unsqueeze(1) + (view.length - q_len)
+    key = torch.arange(view.length, device=view.device)
+    span = slice(late.first, late.first + late.segment.length)
+    stored = torch.ones(rows, view.length, dtype=torch.bool, device=view.device)
+    stored[:, span] = late.stored(query, key[span])
+    exact = ~stored[:, span]
+    if mask is None:
+        seen = key <= query if causal else torch.ones_like(stored)
+        return torch.cat([seen & stored, seen[:, span] & exact], dim=1)[None, None]
+    part = mask[:, :, start : start + rows]
+    if mask.dtype == torch.bool:
+        return torch.cat([part & stored, part[..., span] & exact], dim=-1)
+    return torch.cat(
+        [part.masked_fill(~stored, -torch.inf), part[..., span].masked_fill(~exact, -torch.inf)], dim=-1
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over ordinary tensors ``[batch, kv_heads, kv_len, head_dim]``; the rest as in ``attention``."""
+    if softcap is not None or sinks is not None:
+        return _attend_by_pieces(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
+    q_len, kv_len = query.shape[2], keys.shape[2]
+    if causal and mask is None and 1 < q_len < kv_len:
+        mask = causal_mask(q_len, kv_len, query.device)
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        mask = mask.to(query.dtype)
+    out = scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal and mask is None and q_len > 1,
+        scale=softmax_scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def causal_mask(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """Boolean ``[1, 1, q_len, kv_len]``: the last query is at the last position."""
+    query = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1)
+    return (torch.arange(kv_len, device=device) <= query)[None, None]
+
+
+def _attend_by_pieces(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    if mask is None and causal and q_len > 1:
+        mask = causal_mask(q_len, kv_len, query.device)
+    pieces = []
+    for start in range(0, q_len, PIECE):
+        part = query[:, :, start : start + PIECE]
+        rows = part.shape[2]
+        grouped = part.reshape(batch, kv_heads, group * rows, -1)
+        scores = (grouped @ keys.transpose(2, 3)).float() * softmax_scale
+        scores = scores.view(batch, heads, rows, kv_len)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            seen = mask[:, :, start : start + rows]
+            scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+        weights = softmax_with_sinks(scores, sinks).to(values.dtype)
+        out = weights.view(batch, kv_heads, group * rows, kv_len) @ values
+        pieces.append(out.view(batch, heads, rows, -1).transpose(1, 2))
+    return torch.cat(pieces, dim=1).contiguous()
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last dimension of ``[batch, heads, rows, kv_len]``; a row that sees nothing gives zeros.
+
+    Args:
+        scores: logits, -inf where nothing is to be seen.
+        sinks: ``[heads]`` logits that take part without a value, or None.
+    """
+    top = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1)
+        top = torch.maximum(top, sink)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    return weights / torch.where(total == 0, 1.0, total)

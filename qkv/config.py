@@ -1,0 +1,180 @@
+"""What a cache is to be: a frozen, checked description that can be written to and read from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+GRANULARITIES = ("token", "head", "group", "channel", "tensor")
+PREFILLS = ("stored", "exact")
+BACKENDS = ("auto", "cpu", "reference")
+# What `layers` may change for one layer.
+LAYER_KEYS = ("format", "key_format", "value_format", "granularity", "group_size", "residual_length", "sink_tokens")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, not {value!r}")
+    return value
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Everything that determines how a cache stores keys and values.
+
+    Whether the formats exist and go with the granularity is checked when a cache is made from it.
+
+    Attributes:
+        format: number format of keys and values, see :func:`qkv.formats`.
+        key_format: format of the keys where it differs.
+        value_format: format of the values where it differs.
+        granularity: what shares a scale: ``token`` (per token and head, dynamic), ``head`` (per head, static); None:
+            the format's default.
+        group_size: channels or tokens in a group, for formats with groups.
+        residual_length: the last tokens that are kept exact, a window that moves with every token.
+        sink_tokens: the first tokens that are kept exact.
+        scales: path of a safetensors file with static scales per head.
+        prefill: ``stored``: every query sees stored values, the prompt's own pass included; ``exact``: the tokens of a
+            pass of several tokens see each other unquantized.
+        backend: ``auto``, ``cpu`` (the compiled kernel, or an error) or ``reference`` (plain torch).
+        layers: changes for single layers: ``{layer index: {name: value}}``.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    format: str = "int8"
+    key_format: str | None = None
+    value_format: str | None = None
+    granularity: str | None = None
+    group_size: int | None = None
+    residual_length: int = 0
+    sink_tokens: int = 0
+    scales: str | None = None
+    prefill: str = "stored"
+    backend: str = "auto"
+    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("format", "key_format", "value_format"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name != "format"):
+                raise ValueError(f"{name} must be the name of a format, not {value!r}")
+        if self.granularity is not None:
+            _one_of("granularity", self.granularity, GRANULARITIES)
+        if self.group_size is not None and _whole("group_size", self.group_size) == 0:
+            raise ValueError("group_size must be at least 1")
+        _whole("residual_length", self.residual_length)
+        _whole("sink_tokens", self.sink_tokens)
+        if self.scales is not None:
+            object.__setattr__(self, "scales", str(self.scales))
+        _one_of("prefill", self.prefill, PREFILLS)
+        _one_of("backend", self.backend, BACKENDS)
+        # Copied and made read-only: what the caller passed in stays theirs.
+        object.__setattr__(self, "layers", MappingProxyType(self._checked_layers(self.layers)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheConfig:
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheConfig.from_dict, (self.to_dict(),)  # a read-only mapping cannot be pickled
+
+    def __hash__(self) -> int:
+        return hash(repr(sorted(self.to_dict().items(), key=lambda item: item[0])))
+
+    @staticmethod
+    def _checked_layers(layers: Any) -> dict[int, Mapping[str, Any]]:
+        if layers is None:
+            return {}
+        if not isinstance(layers, Mapping):
+            raise ValueError(f"layers must map layer indices to changes, not {layers!r}")
+        checked = {}
+        for index, changes in layers.items():
+            if not isinstance(changes, Mapping):
+                raise ValueError(f"layers[{index!r}] must map names to values, not {changes!r}")
+            unknown = sorted(set(changes) - set(LAYER_KEYS))
+            if unknown:
+                raise ValueError(f"layers[{index!r}]: unknown key {unknown[0]!r}; known keys: {', '.join(LAYER_KEYS)}")
+            checked[_whole("a layer index", index)] = MappingProxyType(dict(changes))
+        return checked
+
+    def for_layer(self, index: int) -> CacheConfig:
+        """The description of one layer, with the changes for it applied."""
+        changes = self.layers.get(index)
+        return replace(self, layers={}, **changes) if changes else self
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary of everything that is not at its default; :meth:`from_dict` reads it."""
+        result: dict[str, Any] = {"format": self.format}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "layers":
+                if value:
+                    result["layers"] = {index: dict(changes) for index, changes in value.items()}
+            elif f.name != "format" and value != f.default:
+                result[f.name] = value
+        return result
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
+        """A configuration from a mapping of names to values.
+
+        Raises:
+            ValueError: an unknown name, or a value that is not allowed.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a cache configuration maps names to values; found {type(values).__name__}")
+        known = [f.name for f in fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r} in a cache configuration; known keys: {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> CacheConfig:
+        """A configuration from a YAML file.
+
+        Raises:
+            ValueError: the file does not exist, is no YAML, or holds an unknown name or a value that is not allowed.
+        """
+        path = Path(path)
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the cache configuration {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is not valid YAML: {reason}") from None
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes the configuration to a YAML file that :meth:`from_yaml` reads."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def of(cls, what: str | Path | CacheConfig) -> CacheConfig:
+        """A configuration from what users pass: a format name, the path of a YAML file, or a configuration.
+
+        Raises:
+            ValueError: neither of these.
+        """
+        if isinstance(what, CacheConfig):
+            return what
+        if isinstance(what, Path) or (isinstance(what, str) and what.endswith((".yaml", ".yml"))):
+            return cls.from_yaml(what)
+        if isinstance(what, str):
+            return cls(format=what)
+        raise ValueError(f"format must be a format name, a YAML path or a CacheConfig, not {type(what).__name__}")

@@ -1,0 +1,85 @@
+// The binary interface between Python (ctypes) and the kernels. Pointers, strides and lengths only: nothing of torch.
+// The structures below are mirrored field by field in qkv/native.py; a size check at load time guards them.
+#pragma once
+#include <cstdint>
+
+// The library is compiled with hidden visibility: these are what it shows.
+#pragma GCC visibility push(default)
+extern "C" {
+
+// How a plane (keys or values of one region) is stored. Float formats keep rows [token][channel]; the one-byte
+// formats keep tiles, see qkv/formats/layout.py: keys [token/16][channel/2][16][2], values [token/2][channel][2].
+enum QkvFormat : int32_t {
+  QKV_F32 = 0,
+  QKV_BF16 = 1,
+  QKV_F16 = 2,
+  QKV_INT8 = 3,
+  QKV_E4M3 = 4,
+  QKV_E5M2 = 5,
+};
+
+// Where the quantization scale of a plane lives: none, one bfloat16 per token, or one float32 per head.
+enum QkvScale : int32_t { QKV_SCALE_NONE = 0, QKV_SCALE_TOKEN = 1, QKV_SCALE_HEAD = 2 };
+
+enum QkvMask : int32_t { QKV_MASK_NONE = 0, QKV_MASK_BOOL = 1, QKV_MASK_F32 = 2 };
+
+struct QkvPlane {
+  void* codes;
+  void* scale;
+  int64_t codes_stride[2];  // bytes from one batch row / head to the next
+  int64_t scale_stride[2];  // bytes from one batch row / head to the next
+  int32_t format;           // QkvFormat
+  int32_t scale_kind;       // QkvScale
+};
+
+// A run of consecutive tokens stored in one format. The regions of a cache share one softmax.
+struct QkvRegion {
+  QkvPlane key;
+  QkvPlane value;
+  int64_t length;  // tokens
+};
+
+struct QkvAttend {
+  const void* query;            // [batch, kv_heads * group, q_len, key_dim], channel stride 1
+  const void* query_packed;     // the same for quantized regions (key multiplier folded in), or null: use query
+  const float* packed_bias;     // [batch, kv_heads * group, q_len], added to scores of quantized regions, or null
+  void* out;                    // [batch, q_len, kv_heads * group, value_dim], contiguous, dtype of the query
+  const void* mask;             // see mask_kind; columns follow the regions in order
+  const float* sinks;           // [kv_heads * group] extra logits without a value, or null
+  const QkvRegion* regions;
+  int64_t query_stride[3];      // elements: batch, head, position
+  int64_t packed_stride[3];     // elements: batch, head, position, of query_packed
+  int64_t mask_stride[4];       // elements: batch, head, position, column (0 where broadcast)
+  int64_t batch, kv_heads, group, q_len, key_dim, value_dim, n_regions;
+  float softmax_scale;
+  float softcap;                // 0: none
+  int32_t query_dtype;          // QKV_F32, QKV_BF16 or QKV_F16
+  int32_t mask_kind;            // QkvMask
+  int32_t causal;               // row i sees columns <= kv_len - q_len + i
+  int32_t threads;
+};
+
+// Rows to be encoded into, or decoded from, one plane.
+struct QkvRows {
+  void* rows;           // [batch, heads, n, dim], channel stride 1
+  int64_t stride[3];    // elements: batch, head, token
+  int64_t dim;          // channels
+  int32_t dtype;        // QKV_F32, QKV_BF16 or QKV_F16
+  int32_t reserved;
+};
+
+// Each returns 0, or a negative number when an argument is outside what the kernels serve.
+int qkv_attend(const QkvAttend* args);
+int qkv_encode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64_t batch, int64_t heads, int64_t n,
+               int64_t offset, int32_t threads);
+int qkv_decode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64_t batch, int64_t heads, int64_t n,
+               int64_t offset, int32_t threads);
+
+// "avx512", "avx2" or "portable": what this processor is served with. qkv_select forces one (tests); it returns 0,
+// or -1 when the processor or the build lacks it.
+const char* qkv_isa(void);
+int qkv_select(const char* name);
+// sizeof(QkvPlane) | sizeof(QkvRegion) << 16 | sizeof(QkvAttend) << 32 | sizeof(QkvRows) << 48
+int64_t qkv_abi(void);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,591 @@
+// Decoding attention over stored codes: one softmax over all regions of a cache, for a few queries.
+// Included once per instruction set, inside a namespace, after a simd_*.h.
+//
+// The unit of work is a block of up to kBlock tokens of one batch row and kv head. For every block the scores of all
+// query rows (the grouped query heads times q_len) are computed from one pass over the codes of the keys, then a running
+// softmax, then one pass over the codes of the values. Quantization scales never touch the codes: those of the keys
+// multiply the scores, those of the values the probabilities.
+//
+// For int8 codes both passes are integer multiply-adds. The query, and the probabilities of a block times the value
+// scales, are rounded to 16 bits relative to their largest magnitude; that error is 1/256 of the rounding of the codes.
+
+constexpr int kBlock = 256;
+constexpr float kMinusInf = -__builtin_inff();
+
+static inline int round_up(int64_t x, int m) { return static_cast<int>((x + m - 1) / m * m); }
+
+// e^x for x <= 0; 0 below -87; not-a-number stays.
+static inline vf vf_exp(vf x) {
+  const vf low = vf_set1(-87.0f);
+  const vf clamped = vf_max(low, x);  // x where x is not a number
+  const vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
+  vf r = vf_fma(n, vf_set1(-0.693359375f), clamped);  // ln 2 in two parts, the first exact in few bits
+  r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+  vf p = vf_set1(1.0f / 720);
+  p = vf_fma(p, r, vf_set1(1.0f / 120));
+  p = vf_fma(p, r, vf_set1(1.0f / 24));
+  p = vf_fma(p, r, vf_set1(1.0f / 6));
+  p = vf_fma(p, r, vf_set1(0.5f));
+  p = vf_fma(p, r, vf_set1(1.0f));
+  p = vf_fma(p, r, vf_set1(1.0f));
+  return vf_keep_unless_less(vf_scale_pow2(p, n), x, low);
+}
+
+static inline float exp1(float x) {
+  float lanes[kLanes];
+  vf_store(lanes, vf_exp(vf_set1(x)));
+  return lanes[0];
+}
+
+static inline bool is_packed(int32_t format) { return format >= QKV_INT8; }
+
+// out[r][g * 16 + j] = sum over i < n of the pair j of group g at base + i * step, times the pair i of mult row r.
+template <class C, int NR, int G>
+static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n,
+                             const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+  typename C::Acc acc[NR][G];
+  for (int r = 0; r < NR; ++r)
+    for (int g = 0; g < G; ++g) C::zero(acc[r][g]);
+  for (int i = 0; i < n; ++i) {
+    typename C::Vec v[G];
+    for (int g = 0; g < G; ++g) v[g] = C::load(base + g * group_stride + i * step);
+    for (int r = 0; r < NR; ++r) {
+      const typename C::Pair m = C::pair(mult + r * mult_stride + 2 * i);
+      for (int g = 0; g < G; ++g) C::mac(acc[r][g], v[g], m);
+    }
+  }
+  for (int r = 0; r < NR; ++r)
+    for (int g = 0; g < G; ++g) C::finish(acc[r][g], out + r * out_stride + g * 16);
+}
+
+// All groups for NR rows: whole sets of G, then one by one.
+template <class C, int NR>
+static inline void dot_groups(const uint8_t* base, int groups, int64_t group_stride, int64_t step, int n,
+                              const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+  constexpr int G = C::groups(NR);
+  int g = 0;
+  for (; g + G <= groups; g += G)
+    dot_pairs<C, NR, G>(base + g * group_stride, group_stride, step, n, mult, mult_stride, out + g * 16, out_stride);
+  for (; g < groups; ++g)
+    dot_pairs<C, NR, 1>(base + g * group_stride, group_stride, step, n, mult, mult_stride, out + g * 16, out_stride);
+}
+
+template <class C>
+static void dot_rows(const uint8_t* base, int groups, int64_t group_stride, int64_t step, int n, int rows,
+                     const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+  while (rows > 0) {
+    const int now = rows < C::kMaxRows ? rows : C::kMaxRows;
+    if (now == 4) dot_groups<C, 4>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
+    else if (now == 3) dot_groups<C, 3>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
+    else if (now == 2) dot_groups<C, 2>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
+    else dot_groups<C, 1>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
+    rows -= now;
+    mult += now * mult_stride;
+    out += now * out_stride;
+  }
+}
+
+template <int F>
+struct FloatRow;
+template <>
+struct FloatRow<QKV_F32> {
+  using T = float;
+  static inline vf load(const T* p) { return vf_load(p); }
+  static inline float one(T x) { return x; }
+};
+template <>
+struct FloatRow<QKV_BF16> {
+  using T = uint16_t;
+  static inline vf load(const T* p) { return vf_load_bf16(p); }
+  static inline float one(T x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+  }
+};
+template <>
+struct FloatRow<QKV_F16> {
+  using T = uint16_t;
+  static inline vf load(const T* p) { return vf_load_f16(p); }
+  static inline float one(T x) { return f16_to_f32(x); }
+};
+
+static void load_row(float* out, const void* base, int64_t offset, int64_t dim, int32_t dtype) {
+  if (dtype == QKV_F32) {
+    std::memcpy(out, static_cast<const float*>(base) + offset, dim * sizeof(float));
+  } else if (dtype == QKV_BF16) {
+    const uint16_t* p = static_cast<const uint16_t*>(base) + offset;
+    for (int64_t i = 0; i < dim; ++i) out[i] = FloatRow<QKV_BF16>::one(p[i]);
+  } else {
+    const uint16_t* p = static_cast<const uint16_t*>(base) + offset;
+    for (int64_t i = 0; i < dim; ++i) out[i] = f16_to_f32(p[i]);
+  }
+}
+
+// Scores of unquantized keys, token by token: out[r][t] = q[r] . key[t].
+template <int F>
+static void scores_float(const void* codes, int n, int dim, const float* q, int64_t q_stride, int rows, float* out,
+                         int64_t out_stride) {
+  using Row = FloatRow<F>;
+  const typename Row::T* key = static_cast<const typename Row::T*>(codes);
+  const int whole = dim / kLanes * kLanes;
+  for (int t = 0; t < n; ++t, key += dim) {
+    for (int r = 0; r < rows; ++r) {
+      const float* qr = q + r * q_stride;
+      vf a = vf_set1(0), b = vf_set1(0);
+      int d = 0;
+      for (; d + 2 * kLanes <= whole; d += 2 * kLanes) {
+        a = vf_fma(Row::load(key + d), vf_load(qr + d), a);
+        b = vf_fma(Row::load(key + d + kLanes), vf_load(qr + d + kLanes), b);
+      }
+      for (; d < whole; d += kLanes) a = vf_fma(Row::load(key + d), vf_load(qr + d), a);
+      float s = vf_hsum(vf_add(a, b));
+      for (; d < dim; ++d) s += Row::one(key[d]) * qr[d];
+      out[r * out_stride + t] = s;
+    }
+  }
+}
+
+// acc[r] += sum over t of p[r][t] * value[t]. A token that a row does not attend to is left out, whatever it holds.
+template <int F>
+static void values_float(const void* codes, int n, int dim, const float* p, int64_t p_stride, int rows, float* acc,
+                         int64_t acc_stride) {
+  using Row = FloatRow<F>;
+  const typename Row::T* value = static_cast<const typename Row::T*>(codes);
+  const int whole = dim / kLanes * kLanes;
+  for (int t = 0; t < n; ++t, value += dim) {
+    for (int r = 0; r < rows; ++r) {
+      const float w = p[r * p_stride + t];
+      if (w == 0.0f) continue;
+      float* a = acc + r * acc_stride;
+      const vf wide = vf_set1(w);
+      int d = 0;
+      for (; d < whole; d += kLanes) vf_store(a + d, vf_fma(Row::load(value + d), wide, vf_load(a + d)));
+      for (; d < dim; ++d) a[d] += w * Row::one(value[d]);
+    }
+  }
+}
+
+// Everything a thread needs for one batch row and kv head, in one growing buffer that it keeps between calls.
+struct Workspace {
+  Buffer<float> memory;
+  float *query, *packed, *scores, *prob, *acc, *tile, *key_scale, *value_scale, *m, *l, *q_unit, *bad, *factor;
+  int16_t *q16, *p16;
+  int rows, key_stride, value_stride;
+
+  void prepare(const QkvAttend& a) {
+    rows = static_cast<int>(a.group * a.q_len);
+    key_stride = round_up(a.key_dim, 16);
+    value_stride = round_up(a.value_dim, 16);
+    const int64_t r = rows;
+    const int64_t need = r * (2 * key_stride + key_stride / 2 + 2 * kBlock + kBlock / 2 + 2 * value_stride + 5) +
+                         2 * kBlock + 64;
+    float* p = memory.at_least(need);
+    const auto take = [&p](int64_t n) {
+      float* start = p;
+      p += n;
+      return start;
+    };
+    query = take(r * key_stride);
+    packed = take(r * key_stride);
+    scores = take(r * kBlock);
+    prob = take(r * kBlock);
+    acc = take(r * value_stride);
+    tile = take(r * value_stride);
+    key_scale = take(kBlock);
+    value_scale = take(kBlock);
+    q16 = reinterpret_cast<int16_t*>(take(r * key_stride / 2));
+    p16 = reinterpret_cast<int16_t*>(take(r * kBlock / 2));
+    m = take(r);
+    l = take(r);
+    q_unit = take(r);
+    bad = take(r);
+    factor = take(r);
+  }
+};
+
+static const uint8_t* plane_codes(const QkvPlane& plane, int64_t b, int64_t h) {
+  return static_cast<const uint8_t*>(plane.codes) + b * plane.codes_stride[0] + h * plane.codes_stride[1];
+}
+
+// Scales of n tokens from `offset` on, as float32, padded with 0 to whole lanes.
+static void load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t offset, int n, float unit, float* out) {
+  const char* base = static_cast<const char*>(plane.scale) + b * plane.scale_stride[0] + h * plane.scale_stride[1];
+  const int padded = round_up(n, 16);
+  if (plane.scale_kind == QKV_SCALE_TOKEN) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(base) + offset;
+    int t = 0;
+    for (; t + kLanes <= n; t += kLanes) vf_store(out + t, vf_mul(vf_load_bf16(p + t), vf_set1(unit)));
+    for (; t < n; ++t) out[t] = FloatRow<QKV_BF16>::one(p[t]) * unit;
+  } else {
+    float s = 1.0f;
+    if (plane.scale_kind == QKV_SCALE_HEAD) std::memcpy(&s, base, 4);
+    for (int t = 0; t < n; ++t) out[t] = s * unit;
+  }
+  for (int t = n; t < padded; ++t) out[t] = 0.0f;
+}
+
+static float code_unit(int32_t format) { return format == QKV_E4M3 ? Fp8Codec<7>::kUnit : 1.0f; }
+
+// Rounds the packed query to 16 bits; the largest multiplier is chosen so that no sum of products leaves int32.
+static void round_query(Workspace& w, int64_t key_dim) {
+  const float limit = least(32767.0f, std::floor(2147483520.0f / (127.0f * static_cast<float>(key_dim))));
+  for (int r = 0; r < w.rows; ++r) {
+    const float* q = w.packed + r * w.key_stride;
+    float top = 0;
+    bool finite = true;
+    for (int d = 0; d < key_dim; ++d) {
+      const float a = std::fabs(q[d]);
+      finite = finite && a <= 3.4028235e38f;
+      top = a > top ? a : top;
+    }
+    const float inverse = top > 0 && finite ? limit / top : 0.0f;
+    int16_t* out = w.q16 + r * w.key_stride;
+    for (int d = 0; d < w.key_stride; ++d)
+      out[d] = finite && d < key_dim ? static_cast<int16_t>(std::nearbyint(q[d] * inverse)) : 0;
+    w.q_unit[r] = finite ? top / limit : __builtin_nanf("");
+  }
+}
+
+static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
+  for (int64_t g = 0; g < a.group; ++g) {
+    for (int64_t i = 0; i < a.q_len; ++i) {
+      const int64_t r = g * a.q_len + i, head = h * a.group + g;
+      float* q = w.query + r * w.key_stride;
+      std::memset(q, 0, w.key_stride * sizeof(float));
+      load_row(q, a.query, b * a.query_stride[0] + head * a.query_stride[1] + i * a.query_stride[2], a.key_dim,
+               a.query_dtype);
+      float* k = w.packed + r * w.key_stride;
+      if (a.query_packed) {
+        std::memset(k, 0, w.key_stride * sizeof(float));
+        load_row(k, a.query_packed, b * a.packed_stride[0] + head * a.packed_stride[1] + i * a.packed_stride[2],
+                 a.key_dim, a.query_dtype);
+      } else {
+        std::memcpy(k, q, w.key_stride * sizeof(float));
+      }
+      w.m[r] = kMinusInf;
+      w.l[r] = 0;
+      w.bad[r] = 0;
+    }
+  }
+  std::memset(w.acc, 0, static_cast<size_t>(w.rows) * w.value_stride * sizeof(float));
+  round_query(w, a.key_dim);
+}
+
+static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, const uint8_t* codes, int64_t offset,
+                       int n) {
+  const int tiles = (n + 15) / 16;
+  const int even = round_up(a.key_dim, 2);
+  const int64_t tile_bytes = 16 * even;
+  const uint8_t* base = codes + offset / 16 * tile_bytes;
+  switch (key.format) {
+    case QKV_INT8:
+      dot_rows<Int8Codec>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.q16, w.key_stride, w.scores, kBlock);
+      break;
+    case QKV_E4M3:
+      dot_rows<Fp8Codec<7>>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.packed, w.key_stride, w.scores, kBlock);
+      break;
+    case QKV_E5M2:
+      dot_rows<Fp8Codec<8>>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.packed, w.key_stride, w.scores, kBlock);
+      break;
+    case QKV_F32:
+      scores_float<QKV_F32>(codes + offset * a.key_dim * 4, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
+                            kBlock);
+      break;
+    case QKV_BF16:
+      scores_float<QKV_BF16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
+                             kBlock);
+      break;
+    default:
+      scores_float<QKV_F16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
+                            kBlock);
+  }
+}
+
+// Softcap and mask of one row of scores; columns are those of the block.
+static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t head, int64_t i, int64_t column,
+                        int64_t kv_len) {
+  if (a.softcap > 0)
+    for (int t = 0; t < n; ++t) s[t] = a.softcap * std::tanh(s[t] / a.softcap);
+  if (a.mask_kind != QKV_MASK_NONE) {
+    const int64_t at = b * a.mask_stride[0] + head * a.mask_stride[1] + i * a.mask_stride[2];
+    const int64_t step = a.mask_stride[3];
+    if (a.mask_kind == QKV_MASK_BOOL) {
+      const uint8_t* mask = static_cast<const uint8_t*>(a.mask) + at + column * step;
+      for (int t = 0; t < n; ++t) s[t] = mask[t * step] ? s[t] : kMinusInf;
+    } else {
+      const float* mask = static_cast<const float*>(a.mask) + at + column * step;
+      for (int t = 0; t < n; ++t) s[t] += mask[t * step];
+    }
+  }
+  if (a.causal) {
+    const int64_t visible = kv_len - a.q_len + i + 1 - column;
+    for (int64_t t = visible > 0 ? visible : 0; t < n; ++t) s[t] = kMinusInf;
+  }
+}
+
+// Running softmax of one row over the block. Leaves in `prob` (and `p16`) the weights of the values.
+static void weigh(Workspace& w, int r, int n, bool int8_values, bool float_values) {
+  const int padded = round_up(n, 16);
+  float* s = w.scores + r * kBlock;
+  float* p = w.prob + r * kBlock;
+  int16_t* p16 = w.p16 + r * kBlock;
+  for (int t = n; t < padded; ++t) s[t] = kMinusInf;
+  vf top = vf_set1(kMinusInf);
+  for (int t = 0; t < padded; t += kLanes) top = vf_max(top, vf_load(s + t));
+  float peak = vf_hmax(top);
+  peak = w.m[r] > peak ? w.m[r] : peak;
+  w.factor[r] = 0;
+  // Infinite only when nothing is visible yet (or a score is infinite: then the sums below become not-a-number).
+  if (peak == kMinusInf) {
+    // A score that is not a number can hide behind the maximum of -inf; it must not be lost.
+    for (int t = 0; t < n; ++t)
+      if (s[t] != s[t]) w.bad[r] = 1;
+    std::memset(p, 0, padded * sizeof(float));
+    std::memset(p16, 0, padded * sizeof(int16_t));
+    return;
+  }
+  if (w.m[r] != peak) {
+    const float shrink = w.m[r] == kMinusInf ? 0.0f : exp1(w.m[r] - peak);
+    w.l[r] *= shrink;
+    float* acc = w.acc + r * w.value_stride;
+    const vf wide = vf_set1(shrink);
+    for (int d = 0; d < w.value_stride; d += kLanes) vf_store(acc + d, vf_mul(vf_load(acc + d), wide));
+    w.m[r] = peak;
+  }
+  const vf centre = vf_set1(peak);
+  vf sum = vf_set1(0), weight_sum = vf_set1(0), weight_top = vf_set1(0);
+  for (int t = 0; t < padded; t += kLanes) {
+    const vf e = vf_exp(vf_sub(vf_load(s + t), centre));
+    sum = vf_add(sum, e);
+    const vf v = float_values ? e : vf_keep_nonzero(vf_mul(e, vf_load(w.value_scale + t)), e);
+    weight_sum = vf_add(weight_sum, v);
+    weight_top = vf_max(v, weight_top);
+    vf_store(p + t, v);
+  }
+  w.l[r] += vf_hsum(sum);
+  const float total = vf_hsum(weight_sum);
+  // A value whose scale is not a number makes the output not a number; integer weights could not say so.
+  if (!(std::fabs(total) <= 3.4028235e38f)) w.bad[r] = 1;
+  if (int8_values) {
+    const float largest = vf_hmax(weight_top);
+    const bool usable = largest > 0 && largest <= 3.4028235e38f && !w.bad[r];
+    // Below the smallest normal number the reciprocal would overflow; such weights add nothing.
+    const vf inverse = vf_set1(usable && largest > 1e-34f ? 32767.0f / largest : 0.0f);
+    for (int t = 0; t < padded; t += kLanes) vf_store_i16(p16 + t, vf_mul(vf_load(p + t), inverse));
+    w.factor[r] = usable ? largest / 32767.0f : 0.0f;
+  } else {
+    w.factor[r] = 1.0f;
+  }
+}
+
+static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t offset,
+                       int n) {
+  if (!is_packed(value.format)) {
+    const int64_t width = value.format == QKV_F32 ? 4 : 2;
+    const uint8_t* rows = codes + offset * a.value_dim * width;
+    if (value.format == QKV_F32)
+      values_float<QKV_F32>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
+    else if (value.format == QKV_BF16)
+      values_float<QKV_BF16>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
+    else
+      values_float<QKV_F16>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
+    return;
+  }
+  const int groups = (static_cast<int>(a.value_dim) + 15) / 16;
+  const int pairs = (n + 1) / 2;
+  const int64_t step = 2 * a.value_dim;
+  const uint8_t* base = codes + offset / 2 * step;
+  if (value.format == QKV_INT8)
+    dot_rows<Int8Codec>(base, groups, 32, step, pairs, w.rows, w.p16, kBlock, w.tile, w.value_stride);
+  else if (value.format == QKV_E4M3)
+    dot_rows<Fp8Codec<7>>(base, groups, 32, step, pairs, w.rows, w.prob, kBlock, w.tile, w.value_stride);
+  else
+    dot_rows<Fp8Codec<8>>(base, groups, 32, step, pairs, w.rows, w.prob, kBlock, w.tile, w.value_stride);
+  for (int r = 0; r < w.rows; ++r) {
+    const vf f = vf_set1(w.factor[r]);
+    float* acc = w.acc + r * w.value_stride;
+    const float* add = w.tile + r * w.value_stride;
+    for (int d = 0; d < w.value_stride; d += kLanes) vf_store(acc + d, vf_fma(vf_load(add + d), f, vf_load(acc + d)));
+  }
+}
+
+static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, int64_t offset,
+                  int n, int64_t column, int64_t kv_len) {
+  const bool packed = is_packed(region.key.format);
+  const uint8_t* value_codes = plane_codes(region.value, b, h);
+  raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n);
+  const bool value_packed = is_packed(region.value.format);
+  if (packed) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
+  if (value_packed) load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
+  for (int64_t g = 0; g < a.group; ++g) {
+    for (int64_t i = 0; i < a.q_len; ++i) {
+      const int r = static_cast<int>(g * a.q_len + i);
+      const int64_t head = h * a.group + g;
+      float* s = w.scores + r * kBlock;
+      const float unit = a.softmax_scale * (region.key.format == QKV_INT8 ? w.q_unit[r] : 1.0f);
+      const int padded = round_up(n, 16);
+      if (packed) {
+        const float shift = a.packed_bias ? a.packed_bias[(b * a.kv_heads * a.group + head) * a.q_len + i] : 0.0f;
+        const vf wide = vf_set1(unit), bias = vf_set1(shift * a.softmax_scale);
+        for (int t = 0; t < padded; t += kLanes)
+          vf_store(s + t, vf_fma(vf_mul(vf_load(s + t), wide), vf_load(w.key_scale + t), bias));
+      } else {
+        for (int t = 0; t < n; ++t) s[t] *= unit;
+      }
+      bend_scores(a, s, n, b, head, i, column, kv_len);
+      weigh(w, r, n, region.value.format == QKV_INT8, !value_packed);
+    }
+  }
+  add_values(a, w, region.value, value_codes, offset, n);
+}
+
+// The state of all rows of one batch row and kv head after some of its blocks, to be merged with that of the others:
+// m, l and bad of each row, then the accumulators.
+struct Partial {
+  const float *m, *l, *bad;
+  float* acc;
+
+  Partial(float* at, int rows) : m(at), l(at + rows), bad(at + 2 * rows), acc(at + 3 * rows) {}
+  static int64_t floats(int rows, int stride) { return static_cast<int64_t>(rows) * (3 + stride); }
+};
+
+static void finish_row(const QkvAttend& a, int64_t b, int64_t h, int r, float m, float l, float bad,
+                       const float* acc) {
+  const int64_t g = r / a.q_len, i = r % a.q_len, head = h * a.group + g, heads = a.kv_heads * a.group;
+  float grow = 1.0f;
+  if (a.sinks) {
+    const float sink = a.sinks[head];
+    if (sink > m) {
+      grow = m == kMinusInf ? 0.0f : exp1(m - sink);
+      l = l * grow + 1.0f;
+    } else if (m > kMinusInf) {
+      l += exp1(sink - m);
+    }
+  }
+  float inverse = l == 0 ? 0.0f : grow / l;  // a row that sees nothing gives zeros
+  if (bad != 0) inverse = __builtin_nanf("");
+  const int64_t at = ((b * a.q_len + i) * heads + head) * a.value_dim;
+  if (a.query_dtype == QKV_F32) {
+    float* out = static_cast<float*>(a.out) + at;
+    for (int64_t d = 0; d < a.value_dim; ++d) out[d] = acc[d] * inverse;
+  } else {
+    uint16_t* out = static_cast<uint16_t*>(a.out) + at;
+    for (int64_t d = 0; d < a.value_dim; ++d) out[d] = to_bf16(acc[d] * inverse);
+  }
+}
+
+static void finish(const QkvAttend& a, const Workspace& w, int64_t b, int64_t h) {
+  for (int r = 0; r < w.rows; ++r) finish_row(a, b, h, r, w.m[r], w.l[r], w.bad[r], w.acc + r * w.value_stride);
+}
+
+static void save(const Workspace& w, float* at) {
+  const size_t rows = w.rows * sizeof(float);
+  std::memcpy(at, w.m, rows);
+  std::memcpy(at + w.rows, w.l, rows);
+  std::memcpy(at + 2 * w.rows, w.bad, rows);
+  std::memcpy(at + 3 * w.rows, w.acc, rows * w.value_stride);
+}
+
+// Merges `n` partial results, `step` floats apart, that several threads made of one batch row and kv head.
+static void merge(const QkvAttend& a, int64_t b, int64_t h, float* partials, int64_t step, int n) {
+  const int rows = static_cast<int>(a.group * a.q_len), stride = round_up(a.value_dim, 16);
+  for (int r = 0; r < rows; ++r) {
+    float m = kMinusInf;
+    for (int k = 0; k < n; ++k) m = most(m, Partial(partials + k * step, rows).m[r]);
+    float l = 0, bad = 0;
+    float* acc = Partial(partials, rows).acc + static_cast<int64_t>(r) * stride;
+    for (int k = 0; k < n; ++k) {
+      const Partial p(partials + k * step, rows);
+      bad += p.bad[r];
+      const float f = p.m[r] == kMinusInf ? 0.0f : exp1(p.m[r] - m);
+      const float* from = p.acc + static_cast<int64_t>(r) * stride;
+      l += p.l[r] * f;
+      for (int d = 0; d < stride; ++d) acc[d] = k == 0 ? from[d] * f : acc[d] + from[d] * f;
+    }
+    finish_row(a, b, h, r, m, l, bad, acc);
+  }
+}
+
+// Blocks first..last-1 of the concatenated regions, for one batch row and kv head.
+static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t first, int64_t last,
+                int64_t kv_len) {
+  begin(a, w, b, h);
+  int64_t index = 0, column = 0;
+  for (int64_t k = 0; k < a.n_regions && index < last; ++k) {
+    const QkvRegion& region = a.regions[k];
+    const int64_t blocks = (region.length + kBlock - 1) / kBlock;
+    const int64_t from = first > index ? first - index : 0;
+    const int64_t to = last - index < blocks ? last - index : blocks;
+    for (int64_t j = from; j < to; ++j) {
+      const int64_t offset = j * kBlock, left = region.length - offset;
+      block(a, w, region, b, h, offset, static_cast<int>(left < kBlock ? left : kBlock), column + offset, kv_len);
+    }
+    index += blocks;
+    column += region.length;
+  }
+}
+
+static int attend(const QkvAttend& a) {
+  int64_t blocks = 0, kv_len = 0;
+  for (int64_t k = 0; k < a.n_regions; ++k) {
+    blocks += (a.regions[k].length + kBlock - 1) / kBlock;
+    kv_len += a.regions[k].length;
+  }
+  if (a.batch * a.kv_heads == 0) return 0;
+  if (blocks == 0) {
+    Workspace w;
+    w.prepare(a);
+    for (int64_t b = 0; b < a.batch; ++b)
+      for (int64_t h = 0; h < a.kv_heads; ++h) {
+        begin(a, w, b, h);
+        finish(a, w, b, h);
+      }
+    return 0;
+  }
+  // All blocks of all heads in one line, cut into equal parts: balanced whatever the batch is. A head that is cut gets
+  // partial results, at most two in a part: its first and its last head.
+  const int64_t total = a.batch * a.kv_heads * blocks;
+  const int64_t work = a.batch * a.kv_heads * kv_len * (a.key_dim + a.value_dim);
+  const int64_t worth = 1 + work / 32768;  // below this a second thread costs more than it brings
+  const int parts = static_cast<int>(most<int64_t>(1, least(least<int64_t>(a.threads, worth), total)));
+  const int64_t step = Partial::floats(static_cast<int>(a.group * a.q_len), round_up(a.value_dim, 16));
+  static thread_local Buffer<float> memory;  // kept between calls: a step allocates nothing once warm
+  float* const partials = memory.at_least(2 * parts * step);
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  {
+#ifdef _OPENMP
+    const int id = omp_get_thread_num(), count = omp_get_num_threads();
+#else
+    const int id = 0, count = 1;
+#endif
+    static thread_local Workspace w;
+    w.prepare(a);
+    // A runtime may give fewer threads than asked for: every part is done by somebody.
+    for (int part = id; part < parts; part += count) {
+      const int64_t begin_unit = total * part / parts, end = total * (part + 1) / parts;
+      for (int64_t unit = begin_unit; unit < end;) {
+        const int64_t head = unit / blocks, first = unit % blocks;
+        const int64_t last = least(blocks, first + end - unit);
+        run(a, w, head / a.kv_heads, head % a.kv_heads, first, last, kv_len);
+        if (first == 0 && last == blocks) finish(a, w, head / a.kv_heads, head % a.kv_heads);
+        else save(w, partials + (2 * part + (first == 0 ? 1 : 0)) * step);
+        unit += last - first;
+      }
+    }
+  }
+  // A head that is cut begins in slot 1 of a part (its first block is that part's last head) and goes on in slot 0 of
+  // the parts behind it: made contiguous here, then merged.
+  for (int part = 0; part < parts; ++part) {
+    const int64_t cut = total * (part + 1) / parts;  // the unit at which this part ends
+    if (part + 1 == parts || cut % blocks == 0) continue;
+    const int64_t head = cut / blocks;
+    if (total * part / parts > head * blocks) continue;  // begun earlier: merged there
+    int n = 1;
+    for (int k = part + 1; k < parts && total * k / parts < (head + 1) * blocks; ++k, ++n)
+      if (n > 1) std::memcpy(partials + (2 * part + 1 + n) * step, partials + 2 * k * step, step * sizeof(float));
+    merge(a, head / a.kv_heads, head % a.kv_heads, partials + (2 * part + 1) * step, step, n);
+  }
+  return 0;
+}

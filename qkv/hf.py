@@ -1,0 +1,145 @@
+"""The only place that touches transformers' attention: switching the fused attention of a model on and off."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from qkv.attention import attention, choose, dense
+from qkv.cache import ATTENTION_NAME
+from qkv.lazy import view_of
+from qkv.native import SlowPathWarning
+
+
+def enable(model: Any) -> Any:
+    """Lets a model's attention read the packed codes of a ``QKVCache``.
+
+    With other caches, or none, the model computes as with ``sdpa``. Only the model's choice of attention changes, no
+    class or function of transformers. Calling it again changes nothing.
+
+    Args:
+        model: a transformers model.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: not a transformers model.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"enable takes a transformers model, not {type(model).__name__}")
+    previous = model.config._attn_implementation
+    if previous == ATTENTION_NAME:
+        return model
+    _register()
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+        warnings.warn(
+            f"qkv: {type(model).__name__} has an attention of its own that cannot be replaced; a QKVCache works, but "
+            "one layer at a time is decoded",
+            SlowPathWarning,
+            stacklevel=2,
+        )
+    model._qkv_previous_attention = previous
+    return model
+
+
+def disable(model: Any) -> Any:
+    """Gives a model the attention back that it had before :func:`enable`.
+
+    Args:
+        model: a transformers model; one that was not enabled is left as it is.
+
+    Returns:
+        The model.
+    """
+    previous = getattr(model, "_qkv_previous_attention", None)
+    if previous is not None:
+        model.set_attn_implementation(previous)
+        del model._qkv_previous_attention
+    return model
+
+
+def _register() -> None:
+    if ATTENTION_NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with the signature of transformers' attention interface.
+
+    Args:
+        module: the attention module.
+        query: ``[batch, q_heads, q_len, head_dim]``.
+        key, value: ``[batch, kv_heads, kv_len, head_dim]``, packed or ordinary.
+        attention_mask: ``[batch, 1 or q_heads, q_len, kv_len]``, boolean or additive, or None.
+        dropout: of the attention weights; with packed keys only 0 is served.
+        scaling: what scores are multiplied with; None: ``head_dim ** -0.5``.
+        is_causal: overrides ``module.is_causal``.
+        softcap, s_aux, position_bias: softcap of scores; learned sink logits ``[q_heads]``; a bias that is added to
+            scores.
+
+    Returns:
+        ``[batch, q_len, q_heads, head_dim]``, and None (no attention weights).
+    """
+    view = view_of(key, value)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if view is None:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                position_bias=position_bias,
+                **kwargs,
+            )
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        bias = _with_bias(attention_mask, position_bias, causal, query.shape[2], key.shape[2])
+        return dense.attend(query, key, value, bias, scale, causal, softcap, s_aux), None
+    if dropout:
+        raise ValueError("attention over a packed cache has no dropout; call model.eval()")
+    mask = _with_bias(attention_mask, position_bias, causal, query.shape[2], view.length)
+    backend = view.store.config.backend
+    out = attention(query, view, mask, scaling, causal, softcap, s_aux, backend)
+    if view.on_served is not None:
+        view.on_served(choose(query, view, backend))
+    return out, None
+
+
+def _with_bias(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, causal: bool, q_len: int, kv_len: int
+) -> torch.Tensor | None:
+    """One additive mask from a mask and a position bias; the mask itself where there is no bias."""
+    if bias is None:
+        return mask
+    if mask is None:
+        if not causal or q_len == 1:
+            return bias
+        mask = dense.causal_mask(q_len, kv_len, bias.device)
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, -torch.inf)
+    return bias + mask

@@ -1,0 +1,72 @@
+"""What ``update`` hands to a model whose attention can read packed keys and values.
+
+A :class:`PackedTensor` has the shape, dtype and device of the keys (or values) of a layer, and holds none of them: only
+the view. The fused attention takes the view out of it. Whatever else is done with it, by any code of any model, decodes
+the layer first and goes on with an ordinary tensor, so that a model that does something unforeseen is right, if slow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from qkv.native import SlowPathWarning
+from qkv.view import KVView
+
+
+class PackedTensor(torch.Tensor):
+    """The keys or values of one layer, ``[batch, kv_heads, length, head_dim]``, still packed.
+
+    Attributes:
+        view: the layer's :class:`~qkv.view.KVView`.
+        is_key: whether this stands for the keys.
+    """
+
+    view: KVView
+    is_key: bool
+
+    @staticmethod
+    def __new__(cls, view: KVView, is_key: bool) -> PackedTensor:
+        batch, heads, key_dim, value_dim = view.shape
+        shape = (batch, heads, view.length, key_dim if is_key else value_dim)
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=view.dtype, device=view.device)
+        tensor.view, tensor.is_key = view, is_key  # type: ignore[assignment]
+        return tensor
+
+    def __init__(self, view: KVView, is_key: bool):
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PackedTensor({list(self.shape)}, {'keys' if self.is_key else 'values'} of {self.view.length} tokens)"
+
+    def decode(self) -> torch.Tensor:
+        """The ordinary tensor that this one stands for."""
+        return self.view.decode()[0 if self.is_key else 1]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        warnings.warn(
+            f"qkv: the model used the keys or values of a layer itself ({func}) before attention; they were decoded, "
+            "which is correct but slow",
+            SlowPathWarning,
+            stacklevel=2,
+        )
+        decoded: dict[int, torch.Tensor] = {}
+
+        def plain(x: PackedTensor) -> torch.Tensor:
+            if id(x) not in decoded:
+                decoded[id(x)] = x.decode()
+            return decoded[id(x)]
+
+        args, kwargs = tree_map_only(PackedTensor, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
+    """The view that both tensors stand for; None where they are ordinary tensors."""
+    if isinstance(keys, PackedTensor) and isinstance(values, PackedTensor) and keys.view is values.view:
+        return keys.view
+    return None

@@ -1,0 +1,116 @@
+"""What a cache hands to attention: the stored tokens of one layer, not decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qkv.storage import Late, LayerStore, Run
+
+
+class KVView:
+    """The keys and values of one layer as they are stored, at one moment.
+
+    A view does not copy: it is good until the next update of its layer.
+
+    Attributes:
+        store: the layer's store.
+        length: tokens, kv_len.
+        late: exact copies that early queries of the current pass need, see :class:`qkv.storage.Late`; usually None.
+        key_multiplier: float ``[kv_heads, key_dim]`` or None. Keys in packed segments are stored divided by it.
+        key_centre: float ``[kv_heads, key_dim]`` or None. Subtracted from keys before they were divided and stored.
+        on_served: told the name of the backend that attended, or None.
+    """
+
+    __slots__ = ("_runs", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
+
+    def __init__(
+        self,
+        store: LayerStore,
+        late: Late | None = None,
+        key_multiplier: torch.Tensor | None = None,
+        key_centre: torch.Tensor | None = None,
+    ):
+        self.store = store
+        self.length = store.length
+        self.key_multiplier, self.key_centre = key_multiplier, key_centre
+        self.on_served: Callable[[str], None] | None = None
+        self._runs: list[Run] | None = None
+        if late is not None and store.config.prefill == "exact":
+            self._runs, late = _with_exact(store.runs(), late), None
+        self.late = late
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(batch, kv_heads, key_dim, value_dim)``."""
+        if self.store.shape is None:
+            raise ValueError("the cache layer is empty: there is nothing to attend to")
+        return self.store.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's own type, which :meth:`decode` gives."""
+        return self.store.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.device
+
+    @property
+    def runs_changed(self) -> bool:
+        """Whether the runs of this view differ from those of its store."""
+        return self._runs is not None
+
+    def runs(self) -> list[Run]:
+        """The stored tokens in the order of their positions.
+
+        Raises:
+            RuntimeError: the layer was updated since this view was made.
+        """
+        if self.store.length != self.length:
+            raise RuntimeError(
+                f"this view of {self.length} tokens is out of date: its cache layer holds {self.store.length} by now"
+            )
+        return self._runs if self._runs is not None else self.store.runs()
+
+    def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as ordinary tensors, ``[batch, kv_heads, length, head_dim]``, newly allocated.
+
+        Args:
+            dtype: type of the result; None: the model's own.
+        """
+        batch, heads, key_dim, value_dim = self.shape
+        dtype = dtype or self.dtype
+        keys = torch.empty(batch, heads, self.length, key_dim, dtype=dtype, device=self.device)
+        values = torch.empty(batch, heads, self.length, value_dim, dtype=dtype, device=self.device)
+        at = 0
+        for run in self.runs():
+            span = slice(at, at + run.length)
+            run.segment.key.decode_into(keys[:, :, span], run.offset)
+            run.segment.value.decode_into(values[:, :, span], run.offset)
+            if run.segment.key.format is not None:
+                if self.key_multiplier is not None:
+                    keys[:, :, span] *= self.key_multiplier.unsqueeze(1)
+                if self.key_centre is not None:
+                    keys[:, :, span] += self.key_centre.unsqueeze(1)
+            at += run.length
+        return keys, values
+
+
+def _with_exact(runs: list[Run], late: Late) -> list[Run]:
+    """The runs with the tokens of ``late`` taken from its exact copies."""
+    result, position, placed = [], 0, False
+    for run in runs:
+        end = position + run.length
+        packed = run.segment.key.format is not None or run.segment.value.format is not None
+        if packed and end > late.first:
+            if position < late.first:
+                result.append(Run(run.segment, run.offset, late.first - position))
+            if not placed:
+                result.append(Run(late.segment, 0, late.segment.length))
+                placed = True
+        else:
+            result.append(run)
+        position = end
+    return result
