@@ -49,8 +49,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        check_dtype(dtype)
         dtype = getattr(torch, dtype)
     source = find_model(name)
     if isinstance(source, Path) and source.is_file():
@@ -62,6 +61,12 @@ def load_model(
         where = "folder" if isinstance(source, Path) else "hub name"
         raise ValueError(f"cannot load the model of the {where} {name!r}: {_first_line(error)}") from error
     return model.eval(), tokenizer
+
+
+def check_dtype(name: str) -> None:
+    """Raise `ValueError` unless `name` is one of `DTYPES`."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}")
 
 
 def find_model(name: str) -> Path | str:
@@ -145,7 +150,7 @@ def _decode_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     except ImportError as error:
         raise ValueError(f"reading a GGUF file needs more packages; run: pip install 'qkv[demo]' ({error})") from error
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of a damaged file the reader says struct.error, KeyError, what it happens to meet
         raise ValueError(f"cannot read the GGUF file {str(path)!r}: {_first_line(error)}") from error
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain tensors from here on
     return model.eval(), tokenizer

@@ -108,8 +108,7 @@ def _from_qkv(name: str) -> NamedCache:
         setup, label, options = name, name, {}
     else:
         raise ValueError(f"unknown cache {name!r}; use one of {', '.join(cache_names())}, or the path of a YAML file")
-    # Within a pass, tokens of the residual window become codes; with an exact prefill no pass sees its own codes.
-    faithful = not options.get("residual_length") and options.get("prefill", "stored") == "stored"
+    faithful = options.get("prefill", "stored") == "stored"
     return NamedCache(label, lambda config: qkv.QKVCache(config, setup), is_ours=True, attends_to_stored=faithful)
 
 

@@ -14,26 +14,26 @@ constexpr float kMinusInf = -__builtin_inff();
 
 static inline int round_up(int64_t x, int m) { return static_cast<int>((x + m - 1) / m * m); }
 
-// e^x for x <= 0; 0 below -87; not-a-number stays.
-static inline vf vf_exp(vf x) {
-  const vf low = vf_set1(-87.0f);
-  const vf clamped = vf_max(low, x);  // x where x is not a number
-  const vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
-  vf r = vf_fma(n, vf_set1(-0.693359375f), clamped);  // ln 2 in two parts, the first exact in few bits
-  r = vf_fma(n, vf_set1(2.12194440e-4f), r);
-  vf p = vf_set1(1.0f / 720);
-  p = vf_fma(p, r, vf_set1(1.0f / 120));
-  p = vf_fma(p, r, vf_set1(1.0f / 24));
-  p = vf_fma(p, r, vf_set1(1.0f / 6));
-  p = vf_fma(p, r, vf_set1(0.5f));
+constexpr float kLog2e = 1.44269504f;
+
+// 2^x for x <= 0; 0 for x below about -127; not-a-number stays. The polynomial is a least-maximum fit of 2^r for
+// |r| <= 1/2 with the constant held at 1; its relative error is 1.1e-7.
+static inline vf vf_exp2(vf x) {
+  const vf clamped = vf_max(vf_set1(kLeastExponent), x);  // x where x is not a number
+  const vf n = vf_round(clamped);
+  const vf r = vf_sub(clamped, n);
+  vf p = vf_set1(1.32647273e-3f);
+  p = vf_fma(p, r, vf_set1(9.67151299e-3f));
+  p = vf_fma(p, r, vf_set1(5.55073358e-2f));
+  p = vf_fma(p, r, vf_set1(0.240222424f));
+  p = vf_fma(p, r, vf_set1(0.693147004f));
   p = vf_fma(p, r, vf_set1(1.0f));
-  p = vf_fma(p, r, vf_set1(1.0f));
-  return vf_keep_unless_less(vf_scale_pow2(p, n), x, low);
+  return vf_scale_pow2(p, n);
 }
 
-static inline float exp1(float x) {
+static inline float exp2_of(float x) {
   float lanes[kLanes];
-  vf_store(lanes, vf_exp(vf_set1(x)));
+  vf_store(lanes, vf_exp2(vf_set1(x)));
   return lanes[0];
 }
 
@@ -43,19 +43,23 @@ static inline bool is_packed(int32_t format) { return format >= QKV_INT8; }
 template <class C, int NR, int G>
 static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n,
                              const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
-  typename C::Acc acc[NR][G];
-  for (int r = 0; r < NR; ++r)
-    for (int g = 0; g < G; ++g) C::zero(acc[r][g]);
+  constexpr int N = C::kVecs;
+  typename C::Vec acc[NR * G * N];
+  for (int k = 0; k < NR * G * N; ++k) acc[k] = C::zero();
   for (int i = 0; i < n; ++i) {
-    typename C::Vec v[G];
-    for (int g = 0; g < G; ++g) v[g] = C::load(base + g * group_stride + i * step);
-    for (int r = 0; r < NR; ++r) {
-      const typename C::Pair m = C::pair(mult + r * mult_stride + 2 * i);
-      for (int g = 0; g < G; ++g) C::mac(acc[r][g], v[g], m);
+    for (int g = 0; g < G; ++g) {
+      typename C::Vec v[N];
+      C::load(base + g * group_stride, v);
+      for (int r = 0; r < NR; ++r) {
+        const typename C::Pair m = C::pair(mult + r * mult_stride);
+        for (int k = 0; k < N; ++k) acc[(r * G + g) * N + k] = C::mac(acc[(r * G + g) * N + k], v[k], m);
+      }
     }
+    base += step;
+    mult += 2;
   }
   for (int r = 0; r < NR; ++r)
-    for (int g = 0; g < G; ++g) C::finish(acc[r][g], out + r * out_stride + g * 16);
+    for (int g = 0; g < G; ++g) C::finish(acc + (r * G + g) * N, out + r * out_stride + g * 16);
 }
 
 // All groups for NR rows: whole sets of G, then one by one.
@@ -74,7 +78,7 @@ template <class C>
 static void dot_rows(const uint8_t* base, int groups, int64_t group_stride, int64_t step, int n, int rows,
                      const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
   while (rows > 0) {
-    const int now = rows < C::kMaxRows ? rows : C::kMaxRows;
+    const int now = C::rows_at_once(rows);
     if (now == 4) dot_groups<C, 4>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
     else if (now == 3) dot_groups<C, 3>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
     else if (now == 2) dot_groups<C, 2>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
@@ -167,24 +171,26 @@ static void values_float(const void* codes, int n, int dim, const float* p, int6
   }
 }
 
-// Everything a thread needs for one batch row and kv head, in one growing buffer that it keeps between calls.
+// Everything a thread needs for one batch row and kv head. The memory is kept between calls, one buffer a thread. The
+// structure itself is a local variable: were it thread-local, inner loops would look its address up again and again.
 struct Workspace {
-  Buffer<float> memory;
   float *query, *packed, *scores, *prob, *acc, *tile, *key_scale, *value_scale, *m, *l, *q_unit, *bad, *factor;
   int16_t *q16, *p16;
   int rows, key_stride, value_stride;
+  bool odd_values;  // whether a value scale of the current block is not finite
 
-  void prepare(const QkvAttend& a) {
+  explicit Workspace(const QkvAttend& a) {
+    static thread_local Buffer<float> memory;
     rows = static_cast<int>(a.group * a.q_len);
     key_stride = round_up(a.key_dim, 16);
     value_stride = round_up(a.value_dim, 16);
     const int64_t r = rows;
     const int64_t need = r * (2 * key_stride + key_stride / 2 + 2 * kBlock + kBlock / 2 + 2 * value_stride + 5) +
-                         2 * kBlock + 64;
+                         2 * kBlock + 16 * 16;
     float* p = memory.at_least(need);
     const auto take = [&p](int64_t n) {
       float* start = p;
-      p += n;
+      p += (n + 15) / 16 * 16;  // every part begins on a cache line
       return start;
     };
     query = take(r * key_stride);
@@ -209,21 +215,33 @@ static const uint8_t* plane_codes(const QkvPlane& plane, int64_t b, int64_t h) {
   return static_cast<const uint8_t*>(plane.codes) + b * plane.codes_stride[0] + h * plane.codes_stride[1];
 }
 
-// Scales of n tokens from `offset` on, as float32, padded with 0 to whole lanes.
-static void load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t offset, int n, float unit, float* out) {
+// Scales of n tokens from `offset` on, times `unit`, as float32, padded with 0 to whole lanes. Returns whether all are
+// finite.
+static bool load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t offset, int n, float unit, float* out) {
   const char* base = static_cast<const char*>(plane.scale) + b * plane.scale_stride[0] + h * plane.scale_stride[1];
   const int padded = round_up(n, 16);
   if (plane.scale_kind == QKV_SCALE_TOKEN) {
     const uint16_t* p = reinterpret_cast<const uint16_t*>(base) + offset;
+    const vf wide = vf_set1(unit);
+    vf sum = vf_set1(0);
     int t = 0;
-    for (; t + kLanes <= n; t += kLanes) vf_store(out + t, vf_mul(vf_load_bf16(p + t), vf_set1(unit)));
-    for (; t < n; ++t) out[t] = FloatRow<QKV_BF16>::one(p[t]) * unit;
-  } else {
-    float s = 1.0f;
-    if (plane.scale_kind == QKV_SCALE_HEAD) std::memcpy(&s, base, 4);
-    for (int t = 0; t < n; ++t) out[t] = s * unit;
+    for (; t + kLanes <= n; t += kLanes) {
+      const vf v = vf_mul(vf_load_bf16(p + t), wide);
+      sum = vf_fma(v, vf_set1(0), sum);  // 0 * v is 0 unless v is not finite
+      vf_store(out + t, v);
+    }
+    float rest = vf_hsum(sum);
+    for (; t < n; ++t) {
+      out[t] = FloatRow<QKV_BF16>::one(p[t]) * unit;
+      rest += 0.0f * out[t];
+    }
+    for (; t < padded; ++t) out[t] = 0.0f;
+    return rest == 0.0f;
   }
-  for (int t = n; t < padded; ++t) out[t] = 0.0f;
+  float s = 1.0f;
+  if (plane.scale_kind == QKV_SCALE_HEAD) std::memcpy(&s, base, 4);
+  for (int t = 0; t < padded; ++t) out[t] = t < n ? s * unit : 0.0f;
+  return std::fabs(s) <= 3.4028235e38f;
 }
 
 static float code_unit(int32_t format) { return format == QKV_E4M3 ? Fp8Codec<7>::kUnit : 1.0f; }
@@ -303,11 +321,13 @@ static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, co
   }
 }
 
-// Softcap and mask of one row of scores; columns are those of the block.
+// Softcap and mask of one row of scores, which are in units of log2; columns are those of the block.
 static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t head, int64_t i, int64_t column,
                         int64_t kv_len) {
-  if (a.softcap > 0)
-    for (int t = 0; t < n; ++t) s[t] = a.softcap * std::tanh(s[t] / a.softcap);
+  if (a.softcap > 0) {
+    const float cap = a.softcap * kLog2e;
+    for (int t = 0; t < n; ++t) s[t] = cap * std::tanh(s[t] / cap);
+  }
   if (a.mask_kind != QKV_MASK_NONE) {
     const int64_t at = b * a.mask_stride[0] + head * a.mask_stride[1] + i * a.mask_stride[2];
     const int64_t step = a.mask_stride[3];
@@ -316,7 +336,7 @@ static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t 
       for (int t = 0; t < n; ++t) s[t] = mask[t * step] ? s[t] : kMinusInf;
     } else {
       const float* mask = static_cast<const float*>(a.mask) + at + column * step;
-      for (int t = 0; t < n; ++t) s[t] += mask[t * step];
+      for (int t = 0; t < n; ++t) s[t] += mask[t * step] * kLog2e;
     }
   }
   if (a.causal) {
@@ -325,21 +345,55 @@ static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t 
   }
 }
 
-// Running softmax of one row over the block. Leaves in `prob` (and `p16`) the weights of the values.
-static void weigh(Workspace& w, int r, int n, bool int8_values, bool float_values) {
+// Turns n products of row r into scores in units of log2, padded with -inf to whole lanes; returns the largest.
+static float scale_scores(const QkvAttend& a, Workspace& w, int r, int n, bool packed, float unit, float bias,
+                          int64_t b, int64_t head, int64_t i, int64_t column, int64_t kv_len) {
   const int padded = round_up(n, 16);
   float* s = w.scores + r * kBlock;
+  const vf wide = vf_set1(unit), shift = vf_set1(bias);
+  vf top = vf_set1(kMinusInf);
+  const bool bent = a.softcap > 0 || a.mask_kind != QKV_MASK_NONE || a.causal;
+  const int whole = bent ? 0 : n / 16 * 16;
+  int t = 0;
+  for (; t < whole; t += kLanes) {
+    vf v = vf_mul(vf_load(s + t), wide);
+    if (packed) v = vf_fma(v, vf_load(w.key_scale + t), shift);
+    vf_store(s + t, v);
+    top = vf_max(top, v);
+  }
+  for (; t < padded; t += kLanes) {
+    vf v = vf_mul(vf_load(s + t), wide);
+    if (packed) v = vf_fma(v, vf_load(w.key_scale + t), shift);
+    vf_store(s + t, v);
+  }
+  if (bent) bend_scores(a, s, n, b, head, i, column, kv_len);
+  for (t = n; t < padded; ++t) s[t] = kMinusInf;
+  for (t = whole; t < padded; t += kLanes) top = vf_max(top, vf_load(s + t));
+  return vf_hmax(top);
+}
+
+// A value whose scale is not finite makes the rows that attend to it not-a-number, and no others. Rare, so apart.
+static void mark_odd_values(Workspace& w, int r, int n) {
+  float* p = w.prob + r * kBlock;
+  const float* s = w.scores + r * kBlock;
+  for (int t = 0; t < n; ++t) {
+    if (std::fabs(w.value_scale[t]) <= 3.4028235e38f) continue;
+    if (s[t] > kMinusInf) w.bad[r] = 1;
+    p[t] = 0;
+  }
+}
+
+// Running softmax of one row over the block, whose largest score is `peak`. Leaves in `prob` (and `p16`) the weights of
+// the values.
+static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool float_values) {
+  const int padded = round_up(n, 16);
+  const float* s = w.scores + r * kBlock;
   float* p = w.prob + r * kBlock;
   int16_t* p16 = w.p16 + r * kBlock;
-  for (int t = n; t < padded; ++t) s[t] = kMinusInf;
-  vf top = vf_set1(kMinusInf);
-  for (int t = 0; t < padded; t += kLanes) top = vf_max(top, vf_load(s + t));
-  float peak = vf_hmax(top);
   peak = w.m[r] > peak ? w.m[r] : peak;
   w.factor[r] = 0;
-  // Infinite only when nothing is visible yet (or a score is infinite: then the sums below become not-a-number).
-  if (peak == kMinusInf) {
-    // A score that is not a number can hide behind the maximum of -inf; it must not be lost.
+  if (peak == kMinusInf) {  // nothing is visible yet
+    // A score that is not a number can hide behind a maximum of -inf; it must not be lost.
     for (int t = 0; t < n; ++t)
       if (s[t] != s[t]) w.bad[r] = 1;
     std::memset(p, 0, padded * sizeof(float));
@@ -347,7 +401,7 @@ static void weigh(Workspace& w, int r, int n, bool int8_values, bool float_value
     return;
   }
   if (w.m[r] != peak) {
-    const float shrink = w.m[r] == kMinusInf ? 0.0f : exp1(w.m[r] - peak);
+    const float shrink = w.m[r] == kMinusInf ? 0.0f : exp2_of(w.m[r] - peak);
     w.l[r] *= shrink;
     float* acc = w.acc + r * w.value_stride;
     const vf wide = vf_set1(shrink);
@@ -355,29 +409,28 @@ static void weigh(Workspace& w, int r, int n, bool int8_values, bool float_value
     w.m[r] = peak;
   }
   const vf centre = vf_set1(peak);
-  vf sum = vf_set1(0), weight_sum = vf_set1(0), weight_top = vf_set1(0);
+  vf sum = vf_set1(0), top = vf_set1(0);
   for (int t = 0; t < padded; t += kLanes) {
-    const vf e = vf_exp(vf_sub(vf_load(s + t), centre));
+    vf e = vf_exp2(vf_sub(vf_load(s + t), centre));
     sum = vf_add(sum, e);
-    const vf v = float_values ? e : vf_keep_nonzero(vf_mul(e, vf_load(w.value_scale + t)), e);
-    weight_sum = vf_add(weight_sum, v);
-    weight_top = vf_max(v, weight_top);
-    vf_store(p + t, v);
+    if (!float_values) e = vf_mul(e, vf_load(w.value_scale + t));
+    top = vf_max(e, top);
+    vf_store(p + t, e);
   }
   w.l[r] += vf_hsum(sum);
-  const float total = vf_hsum(weight_sum);
-  // A value whose scale is not a number makes the output not a number; integer weights could not say so.
-  if (!(std::fabs(total) <= 3.4028235e38f)) w.bad[r] = 1;
-  if (int8_values) {
-    const float largest = vf_hmax(weight_top);
-    const bool usable = largest > 0 && largest <= 3.4028235e38f && !w.bad[r];
-    // Below the smallest normal number the reciprocal would overflow; such weights add nothing.
-    const vf inverse = vf_set1(usable && largest > 1e-34f ? 32767.0f / largest : 0.0f);
-    for (int t = 0; t < padded; t += kLanes) vf_store_i16(p16 + t, vf_mul(vf_load(p + t), inverse));
-    w.factor[r] = usable ? largest / 32767.0f : 0.0f;
-  } else {
-    w.factor[r] = 1.0f;
+  if (w.odd_values) {
+    mark_odd_values(w, r, n);
+    top = vf_set1(0);
+    for (int t = 0; t < padded; t += kLanes) top = vf_max(vf_load(p + t), top);
   }
+  w.factor[r] = 1.0f;
+  if (!int8_values) return;
+  const float largest = vf_hmax(top);
+  // Below this the reciprocal would overflow; such weights add nothing.
+  const bool usable = largest > 1e-34f && largest <= 3.4028235e38f;
+  const vf inverse = vf_set1(usable ? 32767.0f / largest : 0.0f);
+  for (int t = 0; t < padded; t += kLanes) vf_store_i16(p16 + t, vf_mul(vf_load(p + t), inverse));
+  w.factor[r] = usable ? largest / 32767.0f : 0.0f;
 }
 
 static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t offset,
@@ -413,29 +466,22 @@ static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, 
 
 static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, int64_t offset,
                   int n, int64_t column, int64_t kv_len) {
-  const bool packed = is_packed(region.key.format);
+  const bool packed = is_packed(region.key.format), value_packed = is_packed(region.value.format);
   const uint8_t* value_codes = plane_codes(region.value, b, h);
   raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n);
-  const bool value_packed = is_packed(region.value.format);
   if (packed) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
-  if (value_packed) load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
+  w.odd_values = value_packed &&
+                 !load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
   for (int64_t g = 0; g < a.group; ++g) {
     for (int64_t i = 0; i < a.q_len; ++i) {
       const int r = static_cast<int>(g * a.q_len + i);
       const int64_t head = h * a.group + g;
-      float* s = w.scores + r * kBlock;
-      const float unit = a.softmax_scale * (region.key.format == QKV_INT8 ? w.q_unit[r] : 1.0f);
-      const int padded = round_up(n, 16);
-      if (packed) {
-        const float shift = a.packed_bias ? a.packed_bias[(b * a.kv_heads * a.group + head) * a.q_len + i] : 0.0f;
-        const vf wide = vf_set1(unit), bias = vf_set1(shift * a.softmax_scale);
-        for (int t = 0; t < padded; t += kLanes)
-          vf_store(s + t, vf_fma(vf_mul(vf_load(s + t), wide), vf_load(w.key_scale + t), bias));
-      } else {
-        for (int t = 0; t < n; ++t) s[t] *= unit;
-      }
-      bend_scores(a, s, n, b, head, i, column, kv_len);
-      weigh(w, r, n, region.value.format == QKV_INT8, !value_packed);
+      const float scale = a.softmax_scale * kLog2e;
+      const float unit = scale * (region.key.format == QKV_INT8 ? w.q_unit[r] : 1.0f);
+      const float bias =
+          a.packed_bias ? scale * a.packed_bias[(b * a.kv_heads * a.group + head) * a.q_len + i] : 0.0f;
+      const float peak = scale_scores(a, w, r, n, packed, unit, bias, b, head, i, column, kv_len);
+      weigh(w, r, n, peak, region.value.format == QKV_INT8, !value_packed);
     }
   }
   add_values(a, w, region.value, value_codes, offset, n);
@@ -456,12 +502,12 @@ static void finish_row(const QkvAttend& a, int64_t b, int64_t h, int r, float m,
   const int64_t g = r / a.q_len, i = r % a.q_len, head = h * a.group + g, heads = a.kv_heads * a.group;
   float grow = 1.0f;
   if (a.sinks) {
-    const float sink = a.sinks[head];
+    const float sink = a.sinks[head] * kLog2e;
     if (sink > m) {
-      grow = m == kMinusInf ? 0.0f : exp1(m - sink);
+      grow = m == kMinusInf ? 0.0f : exp2_of(m - sink);
       l = l * grow + 1.0f;
     } else if (m > kMinusInf) {
-      l += exp1(sink - m);
+      l += exp2_of(sink - m);
     }
   }
   float inverse = l == 0 ? 0.0f : grow / l;  // a row that sees nothing gives zeros
@@ -499,7 +545,7 @@ static void merge(const QkvAttend& a, int64_t b, int64_t h, float* partials, int
     for (int k = 0; k < n; ++k) {
       const Partial p(partials + k * step, rows);
       bad += p.bad[r];
-      const float f = p.m[r] == kMinusInf ? 0.0f : exp1(p.m[r] - m);
+      const float f = p.m[r] == kMinusInf ? 0.0f : exp2_of(p.m[r] - m);
       const float* from = p.acc + static_cast<int64_t>(r) * stride;
       l += p.l[r] * f;
       for (int d = 0; d < stride; ++d) acc[d] = k == 0 ? from[d] * f : acc[d] + from[d] * f;
@@ -535,8 +581,7 @@ static int attend(const QkvAttend& a) {
   }
   if (a.batch * a.kv_heads == 0) return 0;
   if (blocks == 0) {
-    Workspace w;
-    w.prepare(a);
+    Workspace w(a);
     for (int64_t b = 0; b < a.batch; ++b)
       for (int64_t h = 0; h < a.kv_heads; ++h) {
         begin(a, w, b, h);
@@ -560,8 +605,7 @@ static int attend(const QkvAttend& a) {
 #else
     const int id = 0, count = 1;
 #endif
-    static thread_local Workspace w;
-    w.prepare(a);
+    Workspace w(a);
     // A runtime may give fewer threads than asked for: every part is done by somebody.
     for (int part = id; part < parts; part += count) {
       const int64_t begin_unit = total * part / parts, end = total * (part + 1) / parts;

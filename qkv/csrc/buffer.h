@@ -9,7 +9,7 @@ static inline T most(T a, T b) {
   return a < b ? b : a;
 }
 
-// Memory that only grows, for plain types. Contents are not kept when it grows. Freed with its thread.
+// Memory on whole cache lines that only grows, for plain types. Contents are lost when it grows. Freed with its thread.
 template <class T>
 struct Buffer {
   T* data = nullptr;
@@ -23,7 +23,8 @@ struct Buffer {
   T* at_least(int64_t n) {
     if (n > size) {
       std::free(data);
-      data = static_cast<T*>(std::malloc(static_cast<size_t>(n) * sizeof(T)));
+      const size_t bytes = (static_cast<size_t>(n) * sizeof(T) + 63) / 64 * 64;
+      data = static_cast<T*>(std::aligned_alloc(64, bytes));
       if (!data) std::abort();  // a few kilobytes: nothing sensible is left to do
       size = n;
     }

@@ -1,6 +1,7 @@
 // AVX2, FMA and F16C lanes. The operations are defined in words in simd_portable.h.
 
-
+// 2^kLeastExponent is 0 for vf_scale_pow2.
+constexpr float kLeastExponent = -127.0f;
 constexpr int kLanes = 8;
 using vf = __m256;
 
@@ -12,12 +13,6 @@ static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
-static inline vf vf_keep_unless_less(vf a, vf x, vf y) {
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, y, _CMP_LT_OQ), a);
-}
-static inline vf vf_keep_nonzero(vf a, vf x) {
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ), a);
-}
 static inline float vf_hmax(vf a) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -50,71 +45,61 @@ static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char
 
 struct Int8Codec {
   using Mult = int16_t;
-  static constexpr float kUnit = 1.0f;
-  static constexpr int kMaxRows = 4;
-  static constexpr int groups(int rows) { return rows == 1 ? 2 : 1; }
-  struct Vec {
-    __m256i lo, hi;
-  };
-  using Acc = Vec;
+  using Vec = __m256i;  // of codes, widened to int16, and of accumulators, int32
   using Pair = __m256i;
-  static inline void zero(Acc& a) { a.lo = a.hi = _mm256_setzero_si256(); }
-  static inline Vec load(const uint8_t* p) {
-    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+  static constexpr float kUnit = 1.0f;
+  static constexpr int kVecs = 2;  // vectors for 16 pairs
+  // With four rows a compiler runs out of its 16 registers.
+  static constexpr int rows_at_once(int rows) { return rows == 4 ? 2 : rows < 3 ? rows : 3; }
+  static constexpr int groups(int rows) { return rows == 1 ? 2 : 1; }
+  static inline Vec zero() { return _mm256_setzero_si256(); }
+  static inline void load(const uint8_t* p, Vec* v) {
+    v[0] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    v[1] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
   }
   static inline Pair pair(const Mult* m) {
     int32_t v;
     std::memcpy(&v, m, 4);
     return _mm256_set1_epi32(v);
   }
-  static inline void mac(Acc& a, const Vec& v, Pair m) {
-    a.lo = _mm256_add_epi32(a.lo, _mm256_madd_epi16(v.lo, m));
-    a.hi = _mm256_add_epi32(a.hi, _mm256_madd_epi16(v.hi, m));
-  }
-  static inline void finish(const Acc& a, float* out) {
-    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(a.lo));
-    _mm256_storeu_ps(out + 8, _mm256_cvtepi32_ps(a.hi));
+  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm256_add_epi32(a, _mm256_madd_epi16(v, m)); }
+  static inline void finish(const Vec* a, float* out) {
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(a[0]));
+    _mm256_storeu_ps(out + 8, _mm256_cvtepi32_ps(a[1]));
   }
 };
 
 template <int kShift>
 struct Fp8Codec {
   using Mult = float;
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
-  static constexpr int kMaxRows = 3;  // four accumulators a row: more rows would not fit the 16 registers
-  static constexpr int groups(int) { return 1; }
-  struct Vec {
-    __m256 x[4];
-  };
-  using Acc = Vec;
+  using Vec = __m256;
   using Pair = __m256;
-  static inline void zero(Acc& a) {
-    for (auto& x : a.x) x = _mm256_setzero_ps();
-  }
-  static inline __m256i halves(const uint8_t* p) {
-    __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), kShift);
-    // The sign was extended into the top exponent bit; e4m3 never uses that bit.
-    if (kShift == 7) h = _mm256_and_si256(h, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
-    return h;
-  }
-  static inline Vec load(const uint8_t* p) {
-    const __m256i a = halves(p), b = halves(p + 16);
-    return {{_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1)),
-             _mm256_cvtph_ps(_mm256_castsi256_si128(b)), _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1))}};
+  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  static constexpr int kVecs = 4;
+  // Four accumulators a row: more rows would not fit the 16 registers.
+  static constexpr int rows_at_once(int rows) { return rows == 4 ? 2 : rows < 3 ? rows : 3; }
+  static constexpr int groups(int) { return 1; }
+  static inline Vec zero() { return _mm256_setzero_ps(); }
+  static inline void load(const uint8_t* p, Vec* v) {
+    for (int k = 0; k < 2; ++k) {
+      __m256i h = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * k)));
+      h = _mm256_slli_epi16(h, kShift);
+      // The sign was extended into the top exponent bit; e4m3 never uses that bit.
+      if (kShift == 7) h = _mm256_and_si256(h, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+      v[2 * k] = _mm256_cvtph_ps(_mm256_castsi256_si128(h));
+      v[2 * k + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1));
+    }
   }
   static inline Pair pair(const Mult* m) {
     double v;
     std::memcpy(&v, m, 8);
     return _mm256_castpd_ps(_mm256_set1_pd(v));
   }
-  static inline void mac(Acc& a, const Vec& v, Pair m) {
-    for (int k = 0; k < 4; ++k) a.x[k] = _mm256_fmadd_ps(v.x[k], m, a.x[k]);
-  }
-  static inline void finish(const Acc& a, float* out) {
+  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm256_fmadd_ps(v, m, a); }
+  static inline void finish(const Vec* a, float* out) {
     for (int k = 0; k < 4; k += 2) {
       // hadd works within 128-bit halves: its result is in the order 0 1 4 5 2 3 6 7 of the pairs.
-      const __m256d h = _mm256_castps_pd(_mm256_hadd_ps(a.x[k], a.x[k + 1]));
+      const __m256d h = _mm256_castps_pd(_mm256_hadd_ps(a[k], a[k + 1]));
       _mm256_storeu_ps(out + 4 * k, _mm256_castpd_ps(_mm256_permute4x64_pd(h, 0xd8)));
     }
   }

@@ -1,6 +1,7 @@
 // AVX-512 (F, BW, DQ, VL, VNNI) lanes. The operations are defined in words in simd_portable.h.
 
-
+// 2^kLeastExponent is 0 for vf_scale_pow2.
+constexpr float kLeastExponent = -200.0f;
 constexpr int kLanes = 16;
 using vf = __m512;
 
@@ -12,12 +13,6 @@ static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
-static inline vf vf_keep_unless_less(vf a, vf x, vf y) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ), a);
-}
-static inline vf vf_keep_nonzero(vf a, vf x) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), a);
-}
 static inline float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 static inline float vf_hsum(vf a) { return _mm512_reduce_add_ps(a); }
 static inline vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -39,57 +34,53 @@ static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char
 
 struct Int8Codec {
   using Mult = int16_t;
-  static constexpr float kUnit = 1.0f;
-  static constexpr int kMaxRows = 4;
-  static constexpr int groups(int rows) { return rows <= 2 ? 4 : 2; }
   using Vec = __m512i;
-  using Acc = __m512i;
   using Pair = __m512i;
-  static inline void zero(Acc& a) { a = _mm512_setzero_si512(); }
-  static inline Vec load(const uint8_t* p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  static constexpr float kUnit = 1.0f;
+  static constexpr int kVecs = 1;
+  static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
+  static constexpr int groups(int rows) { return rows <= 2 ? 4 : 2; }
+  static inline Vec zero() { return _mm512_setzero_si512(); }
+  static inline void load(const uint8_t* p, Vec* v) {
+    v[0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static inline Pair pair(const Mult* m) {
     int32_t v;
     std::memcpy(&v, m, 4);
     return _mm512_set1_epi32(v);
   }
-  static inline void mac(Acc& a, Vec v, Pair m) { a = _mm512_dpwssd_epi32(a, v, m); }
-  static inline void finish(Acc a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(a)); }
+  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm512_dpwssd_epi32(a, v, m); }
+  static inline void finish(const Vec* a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(a[0])); }
 };
 
 template <int kShift>
 struct Fp8Codec {
   using Mult = float;
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
-  static constexpr int kMaxRows = 4;
-  static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
-  struct Vec {
-    __m512 lo, hi;
-  };
-  using Acc = Vec;
+  using Vec = __m512;
   using Pair = __m512;
-  static inline void zero(Acc& a) { a.lo = a.hi = _mm512_setzero_ps(); }
-  static inline Vec load(const uint8_t* p) {
-    __m512i h = _mm512_slli_epi16(
-        _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), kShift);
+  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  static constexpr int kVecs = 2;
+  static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
+  static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
+  static inline Vec zero() { return _mm512_setzero_ps(); }
+  static inline void load(const uint8_t* p, Vec* v) {
+    __m512i h = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    h = _mm512_slli_epi16(h, kShift);
     // The sign was extended into the top exponent bit; e4m3 never uses that bit.
     if (kShift == 7) h = _mm512_and_si512(h, _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
-    return {_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1))};
+    v[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
+    v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
   }
   static inline Pair pair(const Mult* m) {
     double v;
     std::memcpy(&v, m, 8);
     return _mm512_castpd_ps(_mm512_set1_pd(v));
   }
-  static inline void mac(Acc& a, const Vec& v, Pair m) {
-    a.lo = _mm512_fmadd_ps(v.lo, m, a.lo);
-    a.hi = _mm512_fmadd_ps(v.hi, m, a.hi);
-  }
-  static inline void finish(const Acc& a, float* out) {
+  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm512_fmadd_ps(v, m, a); }
+  static inline void finish(const Vec* a, float* out) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    _mm512_storeu_ps(out, _mm512_add_ps(_mm512_permutex2var_ps(a.lo, even, a.hi),
-                                        _mm512_permutex2var_ps(a.lo, odd, a.hi)));
+    _mm512_storeu_ps(out,
+                     _mm512_add_ps(_mm512_permutex2var_ps(a[0], even, a[1]), _mm512_permutex2var_ps(a[0], odd, a[1])));
   }
 };

@@ -1,6 +1,8 @@
 // Plain C++ lanes: the meaning of every operation, and what serves a processor without AVX2. The loops have a fixed
 // trip count of kLanes so that a compiler can use whatever vector registers its target has.
 
+// 2^kLeastExponent is 0 for vf_scale_pow2.
+constexpr float kLeastExponent = -127.0f;
 constexpr int kLanes = 8;
 
 struct vf {
@@ -40,16 +42,6 @@ static inline vf vf_max(vf a, vf b) {
   QKV_LANES b.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i];
   return b;
 }
-// a where x >= y or either is not a number, else 0.
-static inline vf vf_keep_unless_less(vf a, vf x, vf y) {
-  QKV_LANES a.x[i] = x.x[i] < y.x[i] ? 0.0f : a.x[i];
-  return a;
-}
-// a where x is not 0, else 0 (also where a is not a number).
-static inline vf vf_keep_nonzero(vf a, vf x) {
-  QKV_LANES a.x[i] = x.x[i] == 0.0f ? 0.0f : a.x[i];
-  return a;
-}
 static inline float vf_hmax(vf a) {
   float m = a.x[0];
   for (int i = 1; i < kLanes; ++i) m = a.x[i] > m ? a.x[i] : m;
@@ -64,7 +56,7 @@ static inline vf vf_round(vf a) {
   QKV_LANES a.x[i] = std::nearbyint(a.x[i]);
   return a;
 }
-// a * 2^n for whole n in [-126, 0].
+// a * 2^n for whole n in [kLeastExponent, 0]; 0 for kLeastExponent.
 static inline vf vf_scale_pow2(vf a, vf n) {
   QKV_LANES {
     const int32_t bits = (static_cast<int32_t>(n.x[i]) + 127) << 23;
@@ -116,33 +108,32 @@ static inline vf vf_load_f16(const uint16_t* p) {
 static inline void prefetch(const void*) {}
 
 // A codec multiplies 16 pairs of stored codes by one pair of multipliers and adds them up, pair by pair:
-// acc[j] += code[2j] * m[0] + code[2j + 1] * m[1], j = 0..15.
+// acc[j] += code[2j] * m[0] + code[2j + 1] * m[1], j = 0..15. kVecs vectors hold the codes, widened, of 16 pairs, and as
+// many their accumulators; `finish` turns those into 16 floats. A stored code is worth kUnit times what the codec makes
+// of it.
 struct Int8Codec {
   using Mult = int16_t;
-  static constexpr float kUnit = 1.0f;  // the value of code 1
-  static constexpr int kMaxRows = 4;
-  static constexpr int groups(int) { return 1; }
   struct Vec {
-    int16_t x[32];
-  };
-  struct Acc {
-    int32_t x[16];
+    int32_t x[32];  // codes; an accumulator uses the first 16
   };
   struct Pair {
     int32_t a, b;
   };
-  static inline void zero(Acc& a) { std::memset(a.x, 0, sizeof a.x); }
-  static inline Vec load(const uint8_t* p) {
-    Vec v;
-    for (int i = 0; i < 32; ++i) v.x[i] = static_cast<int8_t>(p[i]);
-    return v;
+  static constexpr float kUnit = 1.0f;
+  static constexpr int kVecs = 1;
+  static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
+  static constexpr int groups(int) { return 1; }
+  static inline Vec zero() { return Vec{}; }
+  static inline void load(const uint8_t* p, Vec* v) {
+    for (int i = 0; i < 32; ++i) v->x[i] = static_cast<int8_t>(p[i]);
   }
   static inline Pair pair(const Mult* m) { return {m[0], m[1]}; }
-  static inline void mac(Acc& a, const Vec& v, Pair m) {
+  static inline Vec mac(Vec a, const Vec& v, Pair m) {
     for (int j = 0; j < 16; ++j) a.x[j] += v.x[2 * j] * m.a + v.x[2 * j + 1] * m.b;
+    return a;
   }
-  static inline void finish(const Acc& a, float* out) {
-    for (int j = 0; j < 16; ++j) out[j] = static_cast<float>(a.x[j]);
+  static inline void finish(const Vec* a, float* out) {
+    for (int j = 0; j < 16; ++j) out[j] = static_cast<float>(a->x[j]);
   }
 };
 
@@ -150,14 +141,8 @@ struct Int8Codec {
 template <int kShift>
 struct Fp8Codec {
   using Mult = float;
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
-  static constexpr int kMaxRows = 4;
-  static constexpr int groups(int) { return 1; }
   struct Vec {
     float x[32];
-  };
-  struct Acc {
-    float x[16];
   };
   struct Pair {
     float a, b;
@@ -169,17 +154,20 @@ struct Fp8Codec {
         value[c] = f16_to_f32(static_cast<uint16_t>(((c & 0x80) << 8) | ((c & 0x7f) << kShift)));
     }
   };
-  static inline void zero(Acc& a) { std::memset(a.x, 0, sizeof a.x); }
-  static inline Vec load(const uint8_t* p) {
+  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  static constexpr int kVecs = 1;
+  static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
+  static constexpr int groups(int) { return 1; }
+  static inline Vec zero() { return Vec{}; }
+  static inline void load(const uint8_t* p, Vec* v) {
     static const Table table;
-    Vec v;
-    for (int i = 0; i < 32; ++i) v.x[i] = table.value[p[i]];
-    return v;
+    for (int i = 0; i < 32; ++i) v->x[i] = table.value[p[i]];
   }
   static inline Pair pair(const Mult* m) { return {m[0], m[1]}; }
-  static inline void mac(Acc& a, const Vec& v, Pair m) {
+  static inline Vec mac(Vec a, const Vec& v, Pair m) {
     for (int j = 0; j < 16; ++j) a.x[j] += v.x[2 * j] * m.a + v.x[2 * j + 1] * m.b;
+    return a;
   }
-  static inline void finish(const Acc& a, float* out) { std::memcpy(out, a.x, sizeof a.x); }
+  static inline void finish(const Vec* a, float* out) { std::memcpy(out, a->x, 16 * sizeof(float)); }
 };
 #undef QKV_LANES
