@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("qkv/csrc")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
-# A multiplication and an addition must stay two roundings unless the source says otherwise: Python's formats do the same.
+# A multiplication and an addition stay two roundings unless the source says otherwise, as in Python's formats.
 COMMON += ["-ffp-contract=off", "-Wall", "-Wextra"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
@@ -62,7 +62,15 @@ class BuildKernels(build_ext):
         jobs = {"dispatch": [], **{f"kernels_{name}": extra for name, extra in sets.items()}}
         running = []
         for name, extra in jobs.items():
-            command = [*compiler(), *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.o")]
+            command = [
+                *compiler(),
+                *flags,
+                *extra,
+                "-c",
+                str(SOURCES / f"{name}.cpp"),
+                "-o",
+                str(folder / f"{name}.o"),
+            ]
             running.append((command, subprocess.Popen(command)))
         for command, process in running:
             if process.wait() != 0:

@@ -47,12 +47,12 @@ class QKVLayer(CacheLayerMixin):
         self.served: str | None = None  # the backend that attended last
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """The keys, decoded: a new tensor at every access. None while the layer is empty."""
         return KVView(self.store).decode()[0] if self.store.shape is not None else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """The values, decoded: a new tensor at every access. None while the layer is empty."""
         return KVView(self.store).decode()[1] if self.store.shape is not None else None
 
@@ -170,9 +170,9 @@ class QKVLayer(CacheLayerMixin):
 class QKVCache(Cache):
     """A key/value cache that stores keys and values in a number format of few bits.
 
-    Pass it as ``past_key_values`` to ``generate`` or to the model. After ``qkv.enable(model)`` attention reads the codes
-    directly; without it a layer is decoded at a time. Layers that are not plain attention (sliding windows, linear
-    attention) are kept as transformers keeps them, unquantized; ``stats()`` says so.
+    Pass it as ``past_key_values`` to ``generate`` or to the model. After ``qkv.enable(model)`` attention reads the
+    codes directly; without it a layer is decoded at a time. Layers that are not plain attention (sliding windows,
+    linear attention) are kept as transformers keeps them, unquantized; ``stats()`` says so.
 
     Args:
         config: the model's configuration (``model.config``); None: layers are made as they are used, all plain.
@@ -267,9 +267,10 @@ class QKVCache(Cache):
         Raises:
             ValueError: the layer is not stored by qkv, or does not exist.
         """
-        if not 0 <= layer_idx < len(self.layers) or not isinstance(self.layers[layer_idx], QKVLayer):
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if not isinstance(layer, QKVLayer):
             raise ValueError(f"layer {layer_idx} is not one that qkv stores")
-        return KVView(self.layers[layer_idx].store)
+        return KVView(layer.store)
 
     def nbytes(self) -> int:
         """Bytes allocated: codes, scales, sinks, residual window, spare room, and the layers that qkv leaves alone."""
@@ -288,7 +289,8 @@ class QKVCache(Cache):
             ``reference``, ``decoded`` (the model's own attention got decoded tensors), ``untouched`` (a layer that qkv
             leaves as it is), or None.
         """
-        rows, bits, values = [], 0, 0
+        rows: list[dict[str, Any]] = []
+        bits, values = 0, 0
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, QKVLayer):
                 row = {"layer": index, "key_format": "none", "value_format": "none", "granularity": None}
@@ -321,7 +323,8 @@ class QKVCache(Cache):
 
     def __iter__(self) -> Any:
         for layer in self.layers:
-            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QKVCache:
         from copy import deepcopy

@@ -82,6 +82,11 @@ class CacheConfig:
         _one_of("backend", self.backend, BACKENDS)
         # Copied and made read-only: what the caller passed in stays theirs.
         object.__setattr__(self, "layers", MappingProxyType(self._checked_layers(self.layers)))
+        for index in self.layers:
+            try:
+                self.for_layer(index)
+            except ValueError as error:
+                raise ValueError(f"layers[{index!r}]: {error}") from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheConfig:
         return self  # immutable
@@ -90,7 +95,10 @@ class CacheConfig:
         return CacheConfig.from_dict, (self.to_dict(),)  # a read-only mapping cannot be pickled
 
     def __hash__(self) -> int:
-        return hash(repr(sorted(self.to_dict().items(), key=lambda item: item[0])))
+        # Equal whatever the order in which layers and changes were written down.
+        values = self.to_dict()
+        layers = sorted((index, sorted(changes.items())) for index, changes in values.pop("layers", {}).items())
+        return hash(repr((sorted(values.items()), layers)))
 
     @staticmethod
     def _checked_layers(layers: Any) -> dict[int, Mapping[str, Any]]:
@@ -98,11 +106,11 @@ class CacheConfig:
             return {}
         if not isinstance(layers, Mapping):
             raise ValueError(f"layers must map layer indices to changes, not {layers!r}")
-        checked = {}
+        checked: dict[int, Mapping[str, Any]] = {}
         for index, changes in layers.items():
             if not isinstance(changes, Mapping):
                 raise ValueError(f"layers[{index!r}] must map names to values, not {changes!r}")
-            unknown = sorted(set(changes) - set(LAYER_KEYS))
+            unknown = [key for key in changes if key not in LAYER_KEYS]
             if unknown:
                 raise ValueError(f"layers[{index!r}]: unknown key {unknown[0]!r}; known keys: {', '.join(LAYER_KEYS)}")
             checked[_whole("a layer index", index)] = MappingProxyType(dict(changes))

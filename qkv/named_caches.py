@@ -2,12 +2,12 @@
 
 | name | cache |
 | --- | --- |
-| a name from `qkv.formats()` | `QKVCache` of that format |
-| a path ending in .yaml or .yml | `QKVCache` of that set-up |
-| `dynamic` | transformers' `DynamicCache`: nothing is quantized |
-| `hf-fp8` | transformers' `QuantizedCache`, e4m3, one scale for a layer's tensor, fixed by the first update |
-| `hf-quanto4`, `hf-quanto2` | the same with optimum-quanto, 4 and 2 bits |
-| `hf-hqq8`, `hf-hqq4` | the same with HQQ, 8 and 4 bits |
+| a name from ``qkv.formats()`` | ``QKVCache`` of that format |
+| a path ending in .yaml or .yml | ``QKVCache`` of that set-up |
+| ``dynamic`` | transformers' ``DynamicCache``: nothing is quantized |
+| ``hf-fp8`` | transformers' ``QuantizedCache``, e4m3, one scale for a layer's tensor, fixed by the first update |
+| ``hf-quanto4``, ``hf-quanto2`` | the same with optimum-quanto, 4 and 2 bits |
+| ``hf-hqq8``, ``hf-hqq4`` | the same with HQQ, 8 and 4 bits |
 
 transformers' caches have transformers' own settings (groups of 64, the newest up to 128 tokens exact) and the axis
 that its documentation recommends for each backend: 0 with quanto, 1 with HQQ.
@@ -42,10 +42,12 @@ _DISTRIBUTIONS = {"optimum.quanto": "optimum-quanto", "hqq": "hqq"}
 class NamedCache:
     """A kind of cache under the name that tables show.
 
-    `make(model_config)` returns a new, empty cache.
-    `is_ours`: a `QKVCache`, which attention reads as codes after `qkv.enable(model)`.
-    `attends_to_stored`: a pass over several new tokens sees their stored (decoded) values, exactly as a pass token by
-    token does. Where it is false, only scoring token by token shows what the cache does to a model.
+    Attributes:
+        name: what tables show.
+        make: returns a new, empty cache for a model's configuration.
+        is_ours: a ``QKVCache``, which attention reads as codes after ``qkv.enable(model)``.
+        attends_to_stored: a pass over several new tokens sees their stored (decoded) values, exactly as a pass token
+            by token does. Where it is false, only scoring token by token shows what the cache does to a model.
     """
 
     name: str
@@ -55,17 +57,18 @@ class NamedCache:
 
 
 def cache_names() -> tuple[str, ...]:
-    """Return the names that `named_cache` knows; the path of a YAML file serves as well."""
+    """Returns the names that ``named_cache`` knows; the path of a YAML file serves as well."""
     import qkv
 
     return (UNQUANTIZED, *qkv.formats(), *_TRANSFORMERS)
 
 
 def named_cache(name: str) -> NamedCache:
-    """Return the kind of cache that `name` stands for.
+    """Returns the kind of cache that ``name`` stands for.
 
-    Raises `ValueError` if the name is unknown (it lists the known ones), the YAML file is missing or wrong, or the
-    cache needs a package that is not installed.
+    Raises:
+        ValueError: the name is unknown (it lists the known ones), the YAML file is missing or wrong, or the cache
+            needs a package that is not installed.
     """
     if name == UNQUANTIZED:
         return NamedCache(name, _make_dynamic, is_ours=False, attends_to_stored=True)

@@ -11,6 +11,7 @@ import os
 import warnings
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -132,7 +133,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     lib.qkv_isa.restype = c_char_p
     lib.qkv_select.argtypes = [c_char_p]
     lib.qkv_attend.argtypes = [POINTER(Attend)]
-    codec = [POINTER(Rows), POINTER(Plane), c_int32, c_int64, c_int64, c_int64, c_int64, c_int32]
+    codec: list[Any] = [POINTER(Rows), POINTER(Plane), c_int32, c_int64, c_int64, c_int64, c_int64, c_int32]
     lib.qkv_encode.argtypes = codec
     lib.qkv_decode.argtypes = codec
     if wanted != "auto" and lib.qkv_select(wanted.encode()) != 0:

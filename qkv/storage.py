@@ -12,9 +12,9 @@ allocated as they are needed: nothing old is copied when the store grows, and th
 Scales per head. Given ones are used as they are, and numbers beyond them saturate. Otherwise the first
 ``WARM_UP_TOKENS`` tokens after the sinks stay exact; then the scale of a head becomes ``HEAD_ROOM`` times what their
 largest magnitude needs. When a later token exceeds it, the scale grows to ``HEAD_ROOM`` times what that token needs,
-for the tokens from there on: a new segment begins, since a segment has one scale per head. Scales therefore depend on the
-tokens alone and not on how they were cut into updates. A token with a NaN or an infinity gets a segment whose scale is
-NaN for its head.
+for the tokens from there on: a new segment begins, since a segment has one scale per head. Scales therefore depend on
+the tokens alone and not on how they were cut into updates. A token with a NaN or an infinity gets a segment whose scale
+is NaN for its head.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Plane:
         dim: channels.
     """
 
-    __slots__ = ("codes", "dim", "dtype", "format", "is_key", "layout", "scale")
+    __slots__ = ("_native", "codes", "dim", "dtype", "format", "is_key", "layout", "scale")
 
     def __init__(self, like: torch.Tensor, capacity: int, format: Format | None, is_key: bool):
+        self._native: native.Plane | None = None  # addresses of the tensors, made once
         batch, heads, _, self.dim = like.shape
         self.format, self.is_key, self.dtype = format, is_key, like.dtype
         self.scale: torch.Tensor | None = None
@@ -85,7 +86,8 @@ class Plane:
         if self.format is None:
             self.codes[:, :, offset:end] = rows
             return
-        assert self.layout is not None and self.scale is not None
+        assert self.layout is not None
+        assert self.scale is not None
         if self.per_token:
             scale = self.format.choose_scale(rows)
             self.scale[:, :, offset:end] = scale
@@ -96,7 +98,8 @@ class Plane:
 
     def read_codes(self, offset: int, n: int) -> torch.Tensor:
         """The codes of ``n`` tokens in the format's own type, ``[batch, heads, n, dim]``."""
-        assert self.format is not None and self.layout is not None
+        assert self.format is not None
+        assert self.layout is not None
         return self.layout.read(self.codes, offset, n, self.dim).contiguous().view(self.format.code_dtype)
 
     def read_scale(self, offset: int, n: int) -> torch.Tensor:
@@ -122,7 +125,7 @@ class Plane:
         return native.FLOAT_IDS.get(self.dtype) if self.format is None else self.format.native_id
 
     def native(self, offset: int = 0) -> native.Plane:
-        """The structure that the kernels take, for the tokens from ``offset`` on (unquantized planes only, if not 0)."""
+        """The structure that the kernels take, for the tokens from ``offset`` on (not 0: unquantized planes only)."""
         result = native.Plane()
         codes = self.codes
         size = codes.element_size()
@@ -139,9 +142,11 @@ class Plane:
 
     def _run(self, function: Callable[..., int], rows: torch.Tensor, offset: int) -> None:
         batch, heads, n, dim = rows.shape
-        native_rows = native.Rows(rows=rows.data_ptr(), dim=dim, dtype=native.FLOAT_IDS[rows.dtype])
-        native_rows.stride[:] = rows.stride()[:3]
-        code = function(native_rows, self.native(), self.is_key, batch, heads, n, offset, torch.get_num_threads())
+        if self._native is None:
+            self._native = self.native()
+        native_rows = native.Rows(rows.data_ptr(), rows.stride()[:3], dim, native.FLOAT_IDS[rows.dtype])
+        threads = torch.get_num_threads() if n > 1 else 1
+        code = function(native_rows, self._native, self.is_key, batch, heads, n, offset, threads)
         if code != 0:
             raise RuntimeError(f"the compiled codec refused its arguments (code {code})")
 
@@ -151,8 +156,17 @@ class Plane:
         if self.scale is not None:
             yield self.scale
 
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        return None, {name: getattr(self, name) for name in self.__slots__ if name != "_native"}
+
+    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
+        self._native = None
+        for name, value in state[1].items():
+            setattr(self, name, value)
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by ``function`` of it; dimension 0 is the batch."""
+        self._native = None
         if self.layout is None:
             self.codes = function(self.codes).contiguous()
         else:
@@ -249,10 +263,11 @@ class HeadScale:
             self.current = self._given.to(device=device, dtype=torch.float32).expand(batch, -1).contiguous()
 
     def _needed(self, magnitude: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(magnitude * (HEAD_ROOM / self.format.largest), min=SMALLEST_SCALE)
+        needed = magnitude * (HEAD_ROOM / self.format.largest)
+        return needed.clamp(SMALLEST_SCALE, self.format.largest_scale)
 
     def fix(self, first: torch.Tensor) -> None:
-        """Takes the scales from the first tokens, ``[batch, heads, tokens, dim]``; those that are not finite count 0."""
+        """Takes the scales from the first tokens ``[batch, heads, tokens, dim]``; those not finite count as 0."""
         magnitude = self.format.magnitude(first)
         self.current = self._needed(torch.nan_to_num(magnitude, nan=0.0).amax(dim=-1))
 
@@ -301,6 +316,8 @@ class LayerStore:
         self._key_head = self._head_scale(self.key_format, self.key_granularity, key_scale)
         self._value_head = self._head_scale(self.value_format, self.value_granularity, value_scale)
         self._given = (key_scale, value_scale)
+        # Whether every token is encoded as soon as it comes: what a decoding step can then do without looking further.
+        self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and self.warm == 0
         self.kernel_regions: object | None = None  # what the attention kernel keeps between steps, see attention/cpu.py
         self._clear()
 
@@ -410,6 +427,9 @@ class LayerStore:
         n = keys.shape[2]
         before, packed_before = self.length, self.packed_length
         self.length += n
+        if n == 1 and self._only_packed:
+            self._pack(keys, values)
+            return None
         into_sink = min(n, max(0, self.config.sink_tokens - before))
         if into_sink:
             if self.sink is None:
@@ -526,7 +546,10 @@ class LayerStore:
                 self._open = True
             segment = self.packed[-1]
             n = min(total - done, segment.capacity - segment.length)
-            segment.append(keys[:, :, done : done + n], values[:, :, done : done + n])
+            if n == total:
+                segment.append(keys, values)
+            else:
+                segment.append(keys[:, :, done : done + n], values[:, :, done : done + n])
             done += n
 
     def _same_scales(self, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None) -> bool:
@@ -669,6 +692,7 @@ class LayerStore:
 
 
 def _shrink(plane: Plane, tokens: int) -> None:
+    plane._native = None
     if plane.layout is None:
         plane.codes = plane.codes[:, :, :tokens].clone(memory_format=torch.contiguous_format)
     else:

@@ -86,6 +86,8 @@ def attention(
         mask = mask[..., : view.length].expand(-1, -1, query.shape[2], -1)
     scale = softmax_scale if softmax_scale is not None else key_dim**-0.5
     served = choose(query, view, backend)
+    if view.on_served is not None:
+        view.on_served(served)
     if served == "dense":
         return dense.attend_view(query, view, mask, scale, causal, softcap, sinks)
     module = reference if served == "reference" else _fused[served]

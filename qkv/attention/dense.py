@@ -39,9 +39,7 @@ def attend_view(
     return torch.cat(pieces, dim=1)
 
 
-def late_mask(
-    view: KVView, mask: torch.Tensor | None, q_len: int, start: int, rows: int, causal: bool
-) -> torch.Tensor:
+def late_mask(view: KVView, mask: torch.Tensor | None, q_len: int, start: int, rows: int, causal: bool) -> torch.Tensor:
     """The mask over the stored tokens followed by the exact copies in ``view.late``.
 
     Every query sees each token once: as stored, or exactly.
@@ -71,9 +69,7 @@ def late_mask(
     part = mask[:, :, start : start + rows]
     if mask.dtype == torch.bool:
         return torch.cat([part & stored, part[..., span] & exact], dim=-1)
-    return torch.cat(
-        [part.masked_fill(~stored, -torch.inf), part[..., span].masked_fill(~exact, -torch.inf)], dim=-1
-    )
+    return torch.cat([part.masked_fill(~stored, -torch.inf), part[..., span].masked_fill(~exact, -torch.inf)], dim=-1)
 
 
 def attend(

@@ -30,7 +30,7 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention over a view; arguments and result as in :func:`qkv.attention.attention`."""
-    batch, heads, q_len, _ = query.shape
+    _, heads, q_len, _ = query.shape
     keys, values = view.decode(torch.float64)
     if view.late is not None:
         mask = late_mask(view, mask, q_len, 0, q_len, causal)

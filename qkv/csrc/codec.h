@@ -20,10 +20,12 @@ static inline float largest_code(int32_t format) {
   return format == QKV_INT8 ? 127.0f : format == QKV_E4M3 ? 448.0f : 57344.0f;
 }
 
-// amax / largest code, rounded up to bfloat16 so that no code saturates, at least the smallest normal number.
+// amax / largest code, rounded up to bfloat16 so that no code saturates, at least the smallest normal number. At most
+// what keeps the largest code times the scale within bfloat16 (the numerator is the largest one): there codes saturate.
 static inline uint16_t token_scale(float amax, float largest) {
   const float s = most(amax / largest, 1.17549435e-38f);
-  return static_cast<uint16_t>((bits_of(s) + 0xffffu) >> 16);
+  const uint32_t highest = bits_of(3.38953139e38f / largest) >> 16;
+  return static_cast<uint16_t>(least((bits_of(s) + 0xffffu) >> 16, highest));
 }
 
 template <int32_t kFormat>

@@ -18,10 +18,11 @@ static inline uint16_t to_bf16(float f) {
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+// To the nearest float16, ties to even; beyond its range its largest number. Not-a-number stays one.
 static inline uint16_t to_f16(float f) {
   const uint32_t u = bits_of(f), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
+  if (magnitude >= 0x477fe000u) return static_cast<uint16_t>(sign | 0x7bffu);
   if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 leaves the result, rounded, in the low bits
     const float shifted = float_of(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_of(shifted) - 0x3f000000u));

@@ -8,6 +8,8 @@ Scales per token are bfloat16, rounded up. Why this type and not float16, for a 
 * float16 has no such bound for small numbers. Its normal numbers end at 6e-5: an int8 vector whose largest entry is
   below 0.008 gets a scale with fewer bits, one below 4e-6 gets a scale of 0 and divides by it. bfloat16 has the
   range of float32: the bound on the relative error holds for every vector down to the smallest normal number.
+* Close to the end of the range the scale is held down so that the largest code still decodes to a finite bfloat16:
+  numbers above 99% of the largest one saturate instead of becoming infinite, an error of at most 2**-7.
 * float32 would be exact, and cost 2 bytes more per token and head: 0.5 instead of 0.25 bits per value at head_dim 64,
   which is 6% of the memory of an 8-bit cache for 0.03 dB.
 
@@ -19,6 +21,7 @@ to, and no other token is touched.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -26,13 +29,27 @@ import torch
 
 # The smallest normal number of bfloat16 and float32. A vector of zeros or subnormal numbers gets this scale.
 SMALLEST_SCALE = 2.0**-126
+_LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 
 
 def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """The smallest bfloat16 that is not below ``x`` (float32, finite, not negative); NaN stays NaN."""
     bits = x.contiguous().view(torch.int32)
     up = (((bits + 0xFFFF) >> 16) << 16).view(torch.float32)
-    return torch.where(x.isnan(), x, up).to(torch.bfloat16)
+    # A NaN of one pattern, whichever way torch converts.
+    return torch.where(x.isnan(), torch.nan, up.to(torch.bfloat16))
+
+
+def saturating(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as ``dtype``; in float16, numbers beyond its range become its largest. NaN stays NaN."""
+    if dtype == torch.float16:
+        x = x.clamp(-65504.0, 65504.0)
+    return x.to(dtype)
+
+
+def _round_down_to_bfloat16(x: float) -> float:
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(math.floor(mantissa * 2**8), exponent - 8)
 
 
 class Format(ABC):
@@ -56,6 +73,11 @@ class Format(ABC):
     native_id: ClassVar[int | None] = None
     granularities: ClassVar[tuple[str, ...]] = ("token", "head")
 
+    @property
+    def largest_scale(self) -> float:
+        """The largest scale that is chosen: every code of it decodes to a finite bfloat16."""
+        return _round_down_to_bfloat16(_LARGEST_BFLOAT16 / self.largest)
+
     def magnitude(self, x: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each vector: float32 ``[..., tokens]`` of ``x [..., tokens, head_dim]``.
 
@@ -66,7 +88,7 @@ class Format(ABC):
 
     def choose_scale(self, x: torch.Tensor) -> torch.Tensor:
         """One scale per vector: bfloat16 ``[..., tokens]`` for ``x [..., tokens, head_dim]`` of any float type."""
-        scale = torch.clamp(self.magnitude(x) / self.largest, min=SMALLEST_SCALE)  # clamp keeps NaN
+        scale = torch.clamp(self.magnitude(x) / self.largest, SMALLEST_SCALE, self.largest_scale)  # clamp keeps NaN
         return round_up_to_bfloat16(scale)
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -80,7 +102,7 @@ class Format(ABC):
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Numbers of type ``dtype`` for ``codes [..., tokens, head_dim]`` and ``scale [..., tokens]``."""
-        return (codes.float() * scale.float().unsqueeze(-1)).to(dtype)
+        return saturating(codes.float() * scale.float().unsqueeze(-1), dtype)
 
     @abstractmethod
     def round(self, scaled: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,124 @@
+"""Switching the fused attention on and off, and what `update` hands out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import qkv
+from qkv.lazy import PackedTensor, view_of
+from qkv.storage import LayerStore
+from qkv.view import KVView
+
+
+def packed(n: int = 20, dtype: torch.dtype = torch.float32) -> tuple[PackedTensor, PackedTensor]:
+    torch.manual_seed(0)
+    store = LayerStore(qkv.CacheConfig("int8"))
+    store.append(torch.randn(2, 3, n, 16, dtype=dtype), torch.randn(2, 3, n, 8, dtype=dtype))
+    view = KVView(store)
+    return PackedTensor(view, True), PackedTensor(view, False)
+
+
+def test_enable_and_disable_change_nothing_but_the_choice_of_attention(tiny_model: PreTrainedModel) -> None:
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    ids = torch.randint(3, 250, (1, 12))
+    with torch.no_grad():
+        expected = tiny_model(ids).logits
+        assert qkv.enable(tiny_model) is tiny_model
+        qkv.enable(tiny_model)
+        assert tiny_model.config._attn_implementation == "qkv"
+        assert torch.equal(tiny_model(ids).logits, expected)
+        assert torch.equal(tiny_model(ids, past_key_values=DynamicCache(config=tiny_model.config)).logits, expected)
+        assert qkv.disable(tiny_model) is tiny_model
+        assert tiny_model.config._attn_implementation == "sdpa"
+        assert torch.equal(tiny_model(ids).logits, expected)
+    after = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    assert {name: after[name] for name in before} == before
+
+
+def test_disable_gives_back_the_attention_that_was_there(tiny_model: PreTrainedModel) -> None:
+    model = copy.deepcopy(tiny_model)
+    model.set_attn_implementation("eager")
+    qkv.disable(model)
+    assert model.config._attn_implementation == "eager"
+    qkv.disable(qkv.enable(model))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_enable_refuses_what_is_no_model() -> None:
+    with pytest.raises(ValueError, match="transformers model"):
+        qkv.enable(torch.nn.Linear(2, 2))
+
+
+def test_a_cache_made_before_enable_uses_it(tiny_model: PreTrainedModel) -> None:
+    cache = qkv.QKVCache(tiny_model.config, "int8")
+    qkv.enable(tiny_model)
+    with torch.no_grad():
+        tiny_model(torch.tensor([[5]]), past_key_values=cache)
+    assert cache.stats()["layers"][0]["backend"] == "cpu"
+
+
+def test_a_model_that_is_not_enabled_gets_ordinary_tensors(tiny_model: PreTrainedModel) -> None:
+    cache = qkv.QKVCache(tiny_model.config, "none")
+    keys, values = cache.update(torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16), 0)
+    assert type(keys) is type(values) is torch.Tensor
+
+
+OPERATIONS: dict[str, Any] = {
+    "transpose": lambda k, v: k.transpose(1, 2),
+    "repeat for grouped heads": lambda k, v: k[:, :, None].expand(2, 3, 2, 20, 16).reshape(2, 6, 20, 16),
+    "concatenate": lambda k, v: torch.cat([k, k], dim=2),
+    "concatenate with an ordinary tensor": lambda k, v: torch.cat([torch.ones(2, 3, 1, 16), k], dim=-2),
+    "stack in a nested list": lambda k, v: torch.stack([k, k]),
+    "arithmetic": lambda k, v: (k * 2 + 1).sum(),
+    "matmul": lambda k, v: torch.matmul(torch.ones(2, 3, 5, 16), k.mT),
+    "softmax of scores times values": lambda k, v: (torch.ones(2, 3, 5, 16) @ k.mT).softmax(-1) @ v,
+    "sdpa": lambda k, v: torch.nn.functional.scaled_dot_product_attention(
+        torch.ones(2, 3, 4, 16), k, k[..., :16], is_causal=False
+    ),
+    "einsum": lambda k, v: torch.einsum("bhtd,bhte->bhde", k, v),
+    "in a keyword": lambda k, v: torch.add(input=torch.ones(1), other=k),
+    "dtype": lambda k, v: k.to(torch.bfloat16),
+    "clone": lambda k, v: k.clone(),
+    "view": lambda k, v: k.view(6, 20, 16),
+    "contiguous and view": lambda k, v: v.contiguous().view(6, 20, 8),
+    "item": lambda k, v: torch.tensor(k[0, 0, 0, 0].item()),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_whatever_a_model_does_with_packed_tensors_is_right(name: str, inference: bool) -> None:
+    keys, values = packed()
+    plain = keys.decode(), values.decode()
+    with torch.inference_mode(inference), pytest.warns(qkv.SlowPathWarning, match="decoded"):
+        actual = OPERATIONS[name](keys, values)
+    assert type(actual) is torch.Tensor
+    assert torch.equal(actual, OPERATIONS[name](*plain))
+
+
+def test_packed_tensors_say_what_they_stand_for() -> None:
+    keys, values = packed(dtype=torch.bfloat16)
+    assert (keys.shape, values.shape) == ((2, 3, 20, 16), (2, 3, 20, 8))
+    assert keys.dtype == torch.bfloat16
+    assert keys.device.type == "cpu"
+    assert keys.dim() == 4
+    assert "keys of 20 tokens" in repr(keys)
+    assert view_of(keys, values) is keys.kv_view
+    assert view_of(keys, torch.zeros(1)) is None
+    assert view_of(*[packed()[i] for i in (0, 1)]) is None
+
+
+def test_dropout_over_packed_keys_is_refused(tiny_model: PreTrainedModel) -> None:
+    model = copy.deepcopy(tiny_model).train()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    qkv.enable(model)
+    with pytest.raises(ValueError, match=r"model\.eval"), torch.no_grad():
+        model(torch.tensor([[5]]), past_key_values=qkv.QKVCache(model.config, "int8"))
