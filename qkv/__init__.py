@@ -8,12 +8,30 @@
     model.generate(**inputs, past_key_values=cache)
 """
 
-from qkv.cache import QKVCache
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from qkv.config import CacheConfig
 from qkv.formats import formats
-from qkv.hf import disable, enable
 from qkv.native import SlowPathWarning
+
+if TYPE_CHECKING:
+    from qkv.cache import QKVCache
+    from qkv.hf import disable, enable
 
 __version__ = "0.1.0"
 
 __all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats"]
+
+# What needs transformers comes on first use: it takes seconds to import, and `qkv --help` need not wait for it.
+_LATE = {"QKVCache": "qkv.cache", "disable": "qkv.hf", "enable": "qkv.hf"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATE[name]), name)
+    globals()[name] = value
+    return value

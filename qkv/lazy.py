@@ -40,7 +40,9 @@ class PackedTensor(torch.Tensor):
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PackedTensor({list(self.shape)}, {'keys' if self.is_key else 'values'} of {self.kv_view.length} tokens)"
+        return (
+            f"PackedTensor({list(self.shape)}, {'keys' if self.is_key else 'values'} of {self.kv_view.length} tokens)"
+        )
 
     def decode(self) -> torch.Tensor:
         """The ordinary tensor that this one stands for."""

@@ -12,9 +12,10 @@ allocated as they are needed: nothing old is copied when the store grows, and th
 Scales per head. Given ones are used as they are, and numbers beyond them saturate. Otherwise the first
 ``WARM_UP_TOKENS`` tokens after the sinks stay exact; then the scale of a head becomes ``HEAD_ROOM`` times what their
 largest magnitude needs. When a later token exceeds it, the scale grows to ``HEAD_ROOM`` times what that token needs,
-for the tokens from there on: a new segment begins, since a segment has one scale per head. Scales therefore depend on
-the tokens alone and not on how they were cut into updates. A token with a NaN or an infinity gets a segment whose scale
-is NaN for its head.
+for the tokens from there on: a new segment begins, since a segment has one scale per head, and the one before it gives
+its unused room back (up to 15 tokens of keys stay unused: their tiles are of 16). Scales therefore depend on the tokens
+alone and not on how they were cut into updates. A token with a NaN or an infinity gets a segment whose scale is NaN for
+its head.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Plane:
 
 
 class Segment:
-    """A run of consecutive tokens that never moves.
+    """A run of consecutive tokens that does not move while it takes tokens; see the top for when it is cut to size.
 
     Attributes:
         key, value: the planes.
@@ -257,6 +258,7 @@ class HeadScale:
         self.format, self.given = format, given is not None
         self._given = given
         self.current: torch.Tensor | None = None
+        self._first: torch.Tensor | None = None  # as the warm-up left them
 
     def begin(self, batch: int, device: torch.device) -> None:
         if self._given is not None:
@@ -269,7 +271,30 @@ class HeadScale:
     def fix(self, first: torch.Tensor) -> None:
         """Takes the scales from the first tokens ``[batch, heads, tokens, dim]``; those not finite count as 0."""
         magnitude = self.format.magnitude(first)
-        self.current = self._needed(torch.nan_to_num(magnitude, nan=0.0).amax(dim=-1))
+        self.current = self._first = self._needed(torch.nan_to_num(magnitude, nan=0.0).amax(dim=-1))
+
+    def rewind(self, planes: list[Plane]) -> None:
+        """Makes the scales what they were behind ``planes``, the packed ones from the first token on."""
+        if self.given or not planes:
+            return
+        assert self._first is not None
+        self.current = self._first
+        for plane in planes:
+            assert plane.scale is not None
+            self.current = torch.where(plane.scale.isnan(), self.current, plane.scale)
+
+    def clear(self) -> None:
+        self.current = self._first = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces the scales by ``function`` of them; dimension 0 is the batch."""
+        if self.current is not None:
+            self.current = function(self.current).contiguous()
+        if self._first is not None:
+            self._first = function(self._first).contiguous()
+
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.current, self._first) if x is not None)
 
     def effective(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The scales for one token of that ``magnitude [batch, heads]``; grows :attr:`current` where it must."""
@@ -319,6 +344,8 @@ class LayerStore:
         # Whether every token is encoded as soon as it comes: what a decoding step can then do without looking further.
         self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and self.warm == 0
         self.kernel_regions: object | None = None  # what the attention kernel keeps between steps, see attention/cpu.py
+        self.version = 0  # changes whenever memory is allocated, moved or dropped
+        self.changes = 0  # updates of any kind
         self._clear()
 
     def __getstate__(self) -> dict[str, object]:
@@ -351,10 +378,12 @@ class LayerStore:
         self.packed_length = 0
         self.residual: Segment | None = None
         self._open = False  # whether the last packed segment may take more tokens
-        self.version = 0  # changes whenever memory is allocated, moved or dropped
+        self.version += 1
+        self.changes += 1
+        self.kernel_regions = None  # would keep the memory of what is forgotten
         for scale in (self._key_head, self._value_head):
             if scale is not None:
-                scale.current = None
+                scale.clear()
 
     def reset(self) -> None:
         """Forgets all tokens and every scale that was not given."""
@@ -427,13 +456,13 @@ class LayerStore:
         n = keys.shape[2]
         before, packed_before = self.length, self.packed_length
         self.length += n
+        self.changes += 1
         if n == 1 and self._only_packed:
             self._pack(keys, values)
             return None
         into_sink = min(n, max(0, self.config.sink_tokens - before))
         if into_sink:
-            if self.sink is None:
-                self.sink = self._exact_segment(keys, values, self.config.sink_tokens)
+            self.sink = self._with_room(self.sink, keys, values, into_sink, self.config.sink_tokens)
             self.sink.append(keys[:, :, :into_sink], values[:, :, :into_sink])
             keys, values = keys[:, :, into_sink:], values[:, :, into_sink:]
         if keys.shape[2] == 0:
@@ -453,21 +482,22 @@ class LayerStore:
         else:
             old, gone = 0, (keys[:, :, :0], values[:, :, :0])
         new = leaving - old
+        if new < keys.shape[2]:
+            self._to_residual(keys[:, :, new:], values[:, :, new:])
         if leaving:
             late_keys, late_values = gone
             if new:
                 late_keys = torch.cat([gone[0], keys[:, :, :new]], dim=2) if old else keys[:, :, :new]
                 late_values = torch.cat([gone[1], values[:, :, :new]], dim=2) if old else values[:, :, :new]
             self._pack(late_keys, late_values)
-        if new < keys.shape[2]:
-            self._to_residual(keys[:, :, new:], values[:, :, new:])
         if n == 1 or leaving == 0 or not self.quantized:
             return None
-        if self.config.prefill == "stored" and self.config.residual_length == 0 and before + 1 >= self.warm:
+        warm = self.warm if packed_before == 0 else 0
+        if self.config.prefill == "stored" and self.config.residual_length == 0 and before + 1 >= warm:
             return None
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
         first = packed_before + (self.sink.length if self.sink is not None else 0)
-        return Late(exact, first, self.config.residual_length, self.warm)
+        return Late(exact, first, self.config.residual_length, warm)
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
@@ -485,16 +515,22 @@ class LayerStore:
         self.version += 1
         return Segment(Plane(keys, capacity, None, True), Plane(values, capacity, None, False), capacity)
 
+    def _with_room(
+        self, segment: Segment | None, keys: torch.Tensor, values: torch.Tensor, n: int, most: int | None = None
+    ) -> Segment:
+        """An unquantized segment with room for ``n`` more tokens: the given one, or a larger copy (up to ``most``)."""
+        if segment is not None and segment.start + segment.length + n <= segment.capacity:
+            return segment
+        held = segment.length if segment is not None else 0
+        capacity = held + n + RESIDUAL_SLACK
+        fresh = self._exact_segment(keys, values, capacity if most is None else min(capacity, most))
+        if segment is not None:
+            fresh.append(*segment.rows(held))
+        return fresh
+
     def _to_residual(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        n = keys.shape[2]
-        room = self.residual
-        if room is None or room.start + room.length + n > room.capacity:
-            held = room.length if room is not None else 0
-            fresh = self._exact_segment(keys, values, held + n + RESIDUAL_SLACK)
-            if room is not None and held:
-                fresh.append(*room.rows(held))
-            self.residual = room = fresh
-        room.append(keys, values)
+        self.residual = self._with_room(self.residual, keys, values, keys.shape[2])
+        self.residual.append(keys, values)
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.packed_length += keys.shape[2]
@@ -562,11 +598,10 @@ class LayerStore:
     def _close(self) -> None:
         """Ends the last packed segment; its unused room is given back."""
         last = self.packed[-1]
-        tokens = -(-last.length // 16) * 16
-        if tokens < last.capacity:
+        if last.length < last.capacity:
             for plane in last.planes():
-                _shrink(plane, tokens)
-            last.capacity = tokens
+                _shrink(plane, last.length)
+            last.capacity = last.length
             self.version += 1
         self._open = False
 
@@ -609,24 +644,27 @@ class LayerStore:
         """Applies ``function`` to every tensor; it selects or repeats along dimension 0, the batch."""
         if self.shape is None:
             return
-        batch = None
+        batch = function(torch.empty(self.shape[0], 1, device=self.device)).shape[0]
         for segment in self.segments():
             for plane in segment.planes():
                 plane.map(function)
-                batch = plane.codes.shape[0]
         for scale in (self._key_head, self._value_head):
-            if scale is not None and scale.current is not None:
-                scale.current = function(scale.current).contiguous()
-                batch = scale.current.shape[0]
-        if batch is not None:
-            self.shape = (batch, *self.shape[1:])
+            if scale is not None:
+                scale.map(function)
+        self.shape = (batch, *self.shape[1:])
         self.version += 1
+        self.changes += 1
 
     def crop(self, length: int) -> None:
         """Forgets all tokens from position ``length`` on.
 
         Tokens that had left the residual window stay encoded, also where the window would now reach back to them.
+
+        Raises:
+            ValueError: a negative length.
         """
+        if length < 0:
+            raise ValueError(f"crop takes the number of tokens to keep, at least 0, not {length}")
         if length >= self.length:
             return
         if length == 0:
@@ -634,7 +672,7 @@ class LayerStore:
             return
         left = length
         if self.sink is not None:
-            self.sink.length = min(self.sink.length, left)
+            self.sink = self._cut(self.sink, min(self.sink.length, left))
             left -= self.sink.length
         kept = []
         self.packed_length = 0
@@ -645,13 +683,30 @@ class LayerStore:
                 kept.append(segment)
                 self.packed_length += segment.length
         if len(kept) < len(self.packed):
-            # A closed segment has scales of its own and may be shorter than it seems: it takes no more tokens.
-            self._open = bool(kept) and self._key_head is None and self._value_head is None
+            if self._key_head is not None:
+                self._key_head.rewind([segment.key for segment in kept])
+            if self._value_head is not None:
+                self._value_head.rewind([segment.value for segment in kept])
+            self._open = bool(kept)
         self.packed = kept
+        if self._open and self.config.residual_length and kept[-1].capacity - kept[-1].length > SMALL_SEGMENT_TOKENS:
+            self._close()
         if self.residual is not None:
-            self.residual.length = left
+            self.residual = self._cut(self.residual, left)
         self.length = length
         self.version += 1
+        self.changes += 1
+        self.kernel_regions = None
+
+    def _cut(self, segment: Segment, length: int) -> Segment:
+        """An unquantized segment of which ``length`` tokens are kept, without much spare room."""
+        segment.length = length
+        if segment.capacity - length <= 2 * RESIDUAL_SLACK:
+            return segment
+        rows = segment.rows(length)
+        fresh = self._exact_segment(*rows, length + RESIDUAL_SLACK)
+        fresh.append(*rows)
+        return fresh
 
     # ---- accounting ------------------------------------------------------------------------------------------------
 
@@ -664,8 +719,8 @@ class LayerStore:
             for tensor in plane.tensors()
         )
         for scale in (self._key_head, self._value_head):
-            if scale is not None and scale.current is not None:
-                total += scale.current.nbytes
+            if scale is not None:
+                total += scale.nbytes()
         return total
 
     def stored_bits(self) -> int:

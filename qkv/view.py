@@ -23,7 +23,7 @@ class KVView:
         on_served: told the name of the backend that attended, or None.
     """
 
-    __slots__ = ("_runs", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
+    __slots__ = ("_changes", "_runs", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class KVView:
     ):
         self.store = store
         self.length = store.length
+        self._changes = store.changes
         self.key_multiplier, self.key_centre = key_multiplier, key_centre
         self.on_served: Callable[[str], None] | None = None
         self._runs: list[Run] | None = None
@@ -62,16 +63,21 @@ class KVView:
         """Whether the runs of this view differ from those of its store."""
         return self._runs is not None
 
+    def check(self) -> None:
+        """Raises RuntimeError when the layer was updated since this view was made."""
+        if self.store.changes != self._changes:
+            raise RuntimeError(
+                f"this view of {self.length} tokens is out of date: its cache layer was updated since and holds "
+                f"{self.store.length} tokens by now"
+            )
+
     def runs(self) -> list[Run]:
         """The stored tokens in the order of their positions.
 
         Raises:
             RuntimeError: the layer was updated since this view was made.
         """
-        if self.store.length != self.length:
-            raise RuntimeError(
-                f"this view of {self.length} tokens is out of date: its cache layer holds {self.store.length} by now"
-            )
+        self.check()
         return self._runs if self._runs is not None else self.store.runs()
 
     def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,11 +57,11 @@ def attention(
     Args:
         query: ``[batch, q_heads, q_len, key_dim]``, float32, bfloat16 or float16; q_heads is a multiple of kv_heads.
         view: the stored keys and values, from ``QKVCache``.
-        mask: ``[batch or 1, q_heads or 1, q_len, kv_len]``; boolean (True: seen) or additive. A row that sees nothing
-            gives zeros.
+        mask: ``[batch or 1, q_heads or 1, q_len or 1, kv_len or more]``; boolean (True: seen) or additive, where -inf
+            and the lowest number of its type stand for not seen. A row that sees nothing gives zeros.
         softmax_scale: what scores are multiplied with; None: ``key_dim ** -0.5``.
         causal: without a mask, whether query i of q_len sees only the first ``kv_len - q_len + i + 1`` tokens.
-        softcap: scores become ``softcap * tanh(score / softcap)`` before masking; None: not.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before masking; positive, or None: not.
         sinks: ``[q_heads]`` logits that take part in the softmax without a value (learned sinks), or None.
         backend: ``auto``, ``cpu`` or ``reference``.
 
@@ -69,26 +69,45 @@ def attention(
         ``[batch, q_len, q_heads, value_dim]``, contiguous, of the query's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a backend that is not there.
+        ValueError: shapes or types that do not fit each other, or a backend that is not there.
     """
-    batch, kv_heads, key_dim, _ = view.shape
+    batch, kv_heads, key_dim, value_dim = view.shape
     if query.dim() != 4 or query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[3] != key_dim:
         raise ValueError(
             f"query must be [batch={batch}, a multiple of {kv_heads} heads, q_len, head_dim={key_dim}], "
             f"not {list(query.shape)}"
         )
+    heads, q_len = query.shape[1], query.shape[2]
     if mask is not None:
-        if mask.dim() != 4 or mask.shape[2] not in (1, query.shape[2]) or mask.shape[3] < view.length:
-            raise ValueError(
-                f"mask must be [batch or 1, heads or 1, q_len={query.shape[2]}, kv_len={view.length}], "
-                f"not {list(mask.shape)}"
-            )
-        mask = mask[..., : view.length].expand(-1, -1, query.shape[2], -1)
+        mask = _checked_mask(mask, (batch, heads, q_len, view.length))
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [q_heads={heads}], not {list(sinks.shape)}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None, not {softcap}")
     scale = softmax_scale if softmax_scale is not None else key_dim**-0.5
     served = choose(query, view, backend)
     if view.on_served is not None:
         view.on_served(served)
+    if view.length == 0:
+        return query.new_zeros(batch, q_len, heads, value_dim)
     if served == "dense":
         return dense.attend_view(query, view, mask, scale, causal, softcap, sinks)
     module = reference if served == "reference" else _fused[served]
     return module.attend(query, view, mask, scale, causal, softcap, sinks)
+
+
+def _checked_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """The mask ``[batch or 1, heads or 1, q_len, kv_len]``, boolean or with -inf for what is not seen."""
+    batch, heads, q_len, kv_len = shape
+    fits = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape[:3], shape[:3], strict=True))
+    if not fits or mask.shape[3] < kv_len:
+        raise ValueError(
+            f"mask must be [batch={batch} or 1, heads={heads} or 1, q_len={q_len}, kv_len={kv_len}], "
+            f"not {list(mask.shape)}"
+        )
+    mask = mask[..., :kv_len].expand(-1, -1, q_len, -1)
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise ValueError(f"mask must be boolean, or additive and floating point, not {mask.dtype}")
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)

@@ -51,7 +51,8 @@ class _Regions:
 
     def refresh(self, store: LayerStore) -> None:
         # Without a residual window only the last segment grows while the version stays.
-        self.array[len(self.runs) - 1].length = self.runs[-1].segment.length
+        if self.runs:
+            self.array[len(self.runs) - 1].length = self.runs[-1].segment.length
 
 
 def _region_array(runs: list[Run]) -> Any:
@@ -64,6 +65,7 @@ def _region_array(runs: list[Run]) -> Any:
 
 
 def _regions(view: KVView) -> tuple[Any, int]:
+    view.check()
     store = view.store
     if view.runs_changed or view.late is not None:
         runs = list(view.runs())
@@ -72,7 +74,6 @@ def _regions(view: KVView) -> tuple[Any, int]:
         return _region_array(runs), len(runs)
     cached = cast("_Regions | None", store.kernel_regions)
     if cached is None or cached.version != store.version or cached.moving:
-        view.runs()  # raises when the view is out of date
         cached = _Regions(store)
         store.kernel_regions = cached
     else:
@@ -135,7 +136,9 @@ def attend(
         keep.append(logits)
     if view.key_multiplier is not None:
         per_head = view.key_multiplier.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(1)
-        packed = (query * per_head).to(query.dtype).contiguous()
+        packed = (
+            query.float() * per_head.float()
+        ).contiguous()  # rounded to the query's type it would be the worse one
         args.query_packed = packed.data_ptr()
         args.packed_stride[:] = packed.stride()[:3]
         keep.append(packed)

@@ -83,10 +83,24 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over ordinary tensors ``[batch, kv_heads, kv_len, head_dim]``; the rest as in ``attention``."""
-    if softcap is not None or sinks is not None:
-        return _attend_by_pieces(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
+    if softcap is None and sinks is None:
+        out = _torch_attention(query, keys, values, mask, softmax_scale, causal)
+        # In torch's attention a NaN can show in rows that do not see its token. Rare, so done again and with care.
+        if bool(out.isfinite().all()):
+            return out
+    return _attend_by_pieces(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
+
+
+def _torch_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+) -> torch.Tensor:
     q_len, kv_len = query.shape[2], keys.shape[2]
-    if causal and mask is None and 1 < q_len < kv_len:
+    if causal and mask is None and q_len not in (1, kv_len):
         mask = causal_mask(q_len, kv_len, query.device)
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         mask = mask.to(query.dtype)
@@ -133,10 +147,9 @@ def _attend_by_pieces(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
-            seen = mask[:, :, start : start + rows]
-            scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+            scores = with_mask(scores, mask[:, :, start : start + rows])
         weights = softmax_with_sinks(scores, sinks).to(values.dtype)
-        out = weights.view(batch, kv_heads, group * rows, kv_len) @ values
+        out = weigh_values(weights.view(batch, kv_heads, group * rows, kv_len), values)
         pieces.append(out.view(batch, heads, rows, -1).transpose(1, 2))
     return torch.cat(pieces, dim=1).contiguous()
 
@@ -158,3 +171,25 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
     if sinks is not None:
         total = total + torch.exp(sink - top)
     return weights / torch.where(total == 0, 1.0, total)
+
+
+def with_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Scores with a mask, boolean or additive; what is not seen is -inf, even where the score is not a number."""
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return torch.where(mask == -torch.inf, -torch.inf, scores + mask)
+
+
+def weigh_values(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``weights [batch, heads, rows, tokens] @ values [batch, heads, tokens, dim]``.
+
+    A token of weight 0 adds nothing, even if its value is not finite.
+    """
+    finite = values.isfinite().all(dim=-1).flatten(0, 1).all(dim=0)
+    if bool(finite.all()):
+        return weights @ values
+    out = weights @ values.masked_fill(~finite.unsqueeze(1), 0.0)
+    for t in (~finite).nonzero().flatten().tolist():
+        weight = weights[..., t : t + 1]
+        out += torch.where(weight != 0, weight * values[..., t : t + 1, :], 0.0)
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv.attention.dense import causal_mask, late_mask, softmax_with_sinks
+from qkv.attention.dense import causal_mask, late_mask, softmax_with_sinks, weigh_values, with_mask
 from qkv.view import KVView
 
 name = "reference"
@@ -44,7 +44,6 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = softmax_with_sinks(scores, sinks)
-    out = weights @ torch.where((weights != 0).any(dim=2).unsqueeze(-1), values, 0.0)
+        scores = with_mask(scores, mask)
+    out = weigh_values(softmax_with_sinks(scores, sinks), values)
     return out.transpose(1, 2).to(query.dtype).contiguous()

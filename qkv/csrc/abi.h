@@ -41,7 +41,7 @@ struct QkvRegion {
 
 struct QkvAttend {
   const void* query;            // [batch, kv_heads * group, q_len, key_dim], channel stride 1
-  const void* query_packed;     // the same for quantized regions (key multiplier folded in), or null: use query
+  const float* query_packed;    // the same for quantized regions (key multiplier folded in), or null: use query
   const float* packed_bias;     // [batch, kv_heads * group, q_len], added to scores of quantized regions, or null
   void* out;                    // [batch, q_len, kv_heads * group, value_dim], contiguous, dtype of the query
   const void* mask;             // see mask_kind; columns follow the regions in order

@@ -258,7 +258,8 @@ static void round_query(Workspace& w, int64_t key_dim) {
       finite = finite && a <= 3.4028235e38f;
       top = a > top ? a : top;
     }
-    const float inverse = top > 0 && finite ? limit / top : 0.0f;
+    // Below this the reciprocal would overflow; such a query makes no score worth the name.
+    const float inverse = top > 1e-34f && finite ? limit / top : 0.0f;
     int16_t* out = w.q16 + r * w.key_stride;
     for (int d = 0; d < w.key_stride; ++d)
       out[d] = finite && d < key_dim ? static_cast<int16_t>(std::nearbyint(q[d] * inverse)) : 0;
@@ -278,7 +279,7 @@ static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
       if (a.query_packed) {
         std::memset(k, 0, w.key_stride * sizeof(float));
         load_row(k, a.query_packed, b * a.packed_stride[0] + head * a.packed_stride[1] + i * a.packed_stride[2],
-                 a.key_dim, a.query_dtype);
+                 a.key_dim, QKV_F32);
       } else {
         std::memcpy(k, q, w.key_stride * sizeof(float));
       }
@@ -336,7 +337,11 @@ static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t 
       for (int t = 0; t < n; ++t) s[t] = mask[t * step] ? s[t] : kMinusInf;
     } else {
       const float* mask = static_cast<const float*>(a.mask) + at + column * step;
-      for (int t = 0; t < n; ++t) s[t] += mask[t * step] * kLog2e;
+      // Not a plain sum: a score that is not a number stays hidden where the mask hides it.
+      for (int t = 0; t < n; ++t) {
+        const float m = mask[t * step];
+        s[t] = m == kMinusInf ? kMinusInf : s[t] + m * kLog2e;
+      }
     }
   }
   if (a.causal) {

@@ -1,0 +1,195 @@
+"""Scores of a text through a cache: right, faithful to what is stored, and the same however the text is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+import qkv
+from qkv.named_caches import NamedCache, named_cache
+from qkv_eval.divergence import compare_predictions, token_losses
+from qkv_eval.perplexity import PROMPT_TOKENS, Scores, score_caches, summarize
+from qkv_eval.text import cut_windows, embedded_text
+
+
+def random_windows(count: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def stepwise(cache: NamedCache) -> NamedCache:
+    """The same kind of cache, scored token by token."""
+    return NamedCache(f"{cache.name} stepwise", cache.make, cache.is_ours, attends_to_stored=False)
+
+
+def of_setup(**setup: object) -> NamedCache:
+    return NamedCache("setup", lambda config: qkv.QKVCache(config, **setup), is_ours=True, attends_to_stored=True)
+
+
+def test_losses_and_divergence_agree_with_float64() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits, others = (torch.randn(3, 70, 50, generator=random) * 4 for _ in range(2))
+    targets = torch.randint(0, 50, (3, 70), generator=random)
+    p, q = torch.softmax(logits.double(), -1), torch.softmax(others.double(), -1)
+    divergence, same_top = compare_predictions(logits, others)
+    expected = -p.gather(-1, targets[..., None])[..., 0].log()
+    torch.testing.assert_close(token_losses(logits, targets).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(divergence.double(), (p * (p / q).log()).sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(same_top, p.argmax(-1) == q.argmax(-1))
+
+
+def test_equal_predictions_do_not_diverge() -> None:
+    logits = torch.randn(5, 1000)
+    divergence, same_top = compare_predictions(logits, logits.clone())
+    assert divergence.abs().max() == 0
+    assert same_top.all()
+
+
+def test_perplexity_is_that_of_one_plain_pass(tiny_model: PreTrainedModel) -> None:
+    windows = random_windows(3, 100)
+    scores = score_caches(tiny_model, windows, [], chunk=32)["dynamic"]
+    with torch.inference_mode():
+        logits = tiny_model(windows[:, :-1]).logits.double()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert scores.losses.shape == (3, 99)
+    assert summarize(scores, scores)["ppl"] == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_the_unquantized_format_has_no_drift(tiny_model: PreTrainedModel) -> None:
+    scores = score_caches(tiny_model, random_windows(2, 200), [named_cache("none")], chunk=64)
+    figures = summarize(scores["none"], scores["dynamic"])
+    assert abs(figures["kld_mean"]) < 1e-6
+    assert abs(figures["dppl_percent"]) < 0.01
+    assert figures["same_top_percent"] == 100
+
+
+def test_coarser_formats_drift_more(tiny_model: PreTrainedModel) -> None:
+    names = ("int8", "fp8_e4m3", "fp8_e5m2")
+    scores = score_caches(tiny_model, random_windows(2, 300), [named_cache(name) for name in names])
+    drift = [summarize(scores[name], scores["dynamic"])["kld_mean"] for name in names]
+    assert 1e-6 < drift[0] < drift[1] < drift[2]
+
+
+SETUPS: list[dict[str, object]] = [
+    {"format": "int8"},
+    {"format": "fp8_e4m3"},
+    {"format": "int8", "granularity": "head"},
+    {"format": "int8", "sink_tokens": 4},
+    {"format": "int8", "residual_length": 32},
+    {"format": "fp8_e5m2", "sink_tokens": 3, "residual_length": 17},
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_scoring_in_chunks_equals_scoring_token_by_token(tiny_model: PreTrainedModel, setup: dict[str, object]) -> None:
+    windows, cache = random_windows(2, PROMPT_TOKENS + 60), of_setup(**setup, backend="reference")
+    # Both skip the prompt, which the stepwise one gets in one pass.
+    scores = score_caches(tiny_model, windows, [cache, stepwise(cache)], chunk=32)
+    chunked, steps = scores["setup"], scores["setup stepwise"]
+    assert (chunked.scoring, steps.scoring) == ("chunked", "stepwise")
+    assert chunked.losses.shape == steps.losses.shape == (2, 59)
+    assert (chunked.losses - steps.losses).abs().max() < 1e-4
+    assert (chunked.divergence - steps.divergence).abs().max() < 1e-4
+    assert chunked.divergence.mean() > 1e-6
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_the_kernel_that_serves_single_tokens_adds_little_to_what_the_format_does(
+    tiny_model: PreTrainedModel, setup: dict[str, object]
+) -> None:
+    """Chunks are decoded for torch's attention, single tokens go through the kernel: the scores may differ by it."""
+    windows, cache = random_windows(2, PROMPT_TOKENS + 60), of_setup(**setup)
+    scores = score_caches(tiny_model, windows, [cache, stepwise(cache)], chunk=32)
+    chunked, steps, plain = (scores[name].losses for name in ("setup", "setup stepwise", "dynamic"))
+    assert (chunked - steps).abs().mean() < (chunked - plain).abs().mean() / 20
+
+
+def test_the_size_of_chunks_and_groups_changes_nothing(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows, caches = random_windows(5, 150), [named_cache("int8")]
+    together = score_caches(tiny_model, windows, caches, chunk=1000)["int8"]
+    monkeypatch.setattr("qkv_eval.perplexity._MOST_LOGITS", 2 * 37 * 260)
+    apart = score_caches(tiny_model, windows, caches, chunk=37)["int8"]
+    torch.testing.assert_close(together.losses, apart.losses, rtol=0, atol=1e-4)
+    torch.testing.assert_close(together.divergence, apart.divergence, rtol=0, atol=1e-4)
+
+
+def test_a_cache_that_hides_its_stored_values_in_a_pass_is_scored_token_by_token(tiny_model: PreTrainedModel) -> None:
+    """In one pass, transformers' own caches hand back what they were given: perplexity would show no drift at all."""
+    windows = random_windows(2, PROMPT_TOKENS + 60)
+    cache = named_cache("hf-fp8")
+    hidden = NamedCache("one pass", cache.make, is_ours=False, attends_to_stored=True)
+    figures = {}
+    for contestant in (cache, hidden):
+        scores = score_caches(tiny_model, windows, [contestant], chunk=windows.shape[1])
+        figures[contestant.name] = summarize(scores[contestant.name], scores["dynamic"])
+    assert figures["one pass"]["kld_mean"] == 0
+    assert figures["hf-fp8"]["kld_mean"] > 1e-4
+    assert figures["hf-fp8"]["scoring"] == "stepwise"
+    assert figures["hf-fp8"]["tokens"] == 2 * 59
+
+
+def test_with_a_stepwise_cache_all_rows_are_over_the_same_positions(tiny_model: PreTrainedModel) -> None:
+    windows = random_windows(1, PROMPT_TOKENS + 20)
+    scores = score_caches(tiny_model, windows, [named_cache("int8"), named_cache("hf-fp8")])
+    assert {tuple(part.losses.shape) for part in scores.values()} == {(1, 19)}
+
+
+def test_scoring_leaves_the_model_plain(tiny_model: PreTrainedModel) -> None:
+    attention = tiny_model.config._attn_implementation
+    score_caches(tiny_model, random_windows(1, 20), [named_cache("int8")])
+    assert tiny_model.config._attn_implementation == attention
+
+
+def test_progress_ends_at_its_total(tiny_model: PreTrainedModel) -> None:
+    calls: list[tuple[int, int]] = []
+    windows = random_windows(2, 50)
+    score_caches(tiny_model, windows, [], chunk=16, progress=lambda _, done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert calls[-1] == (98, 98)
+
+
+def test_windows_beyond_the_model_are_refused(tiny_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="1025 tokens are more than the model's 1024 positions"):
+        score_caches(tiny_model, random_windows(1, 1025), [])
+
+
+def test_windows_with_nothing_after_the_prompt_are_refused(tiny_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="at least 130"):
+        score_caches(tiny_model, random_windows(1, 129), [named_cache("hf-fp8")])
+
+
+def test_standard_errors_are_those_of_the_tokens() -> None:
+    losses = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
+    flat = torch.zeros_like(losses)
+    baseline = Scores(losses, flat, flat == 0, "chunked")
+    shifted = Scores(losses + 0.01, flat + 0.002, flat == 0, "chunked")
+    figures = summarize(shifted, baseline)
+    assert figures["ppl"] == pytest.approx(math.exp(3.01))
+    assert figures["ppl_stderr"] == pytest.approx(math.exp(3.01) * losses.std().item() / 2, rel=1e-6)
+    assert figures["dppl_percent"] == pytest.approx(100 * (math.exp(0.01) - 1), rel=1e-4)
+    assert figures["dppl_percent_stderr"] < 1e-4
+    assert figures["kld_mean"] == pytest.approx(0.002)
+
+
+def test_int8_on_a_real_model_is_as_good_as_8_bits_should_be(
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerFast],
+) -> None:
+    model, tokenizer = smollm2
+    windows = cut_windows(tokenizer, embedded_text(), window=512, limit=2)
+    scores = score_caches(model, windows, [named_cache("int8"), named_cache("fp8_e4m3")])
+    int8, fp8 = (summarize(scores[name], scores["dynamic"]) for name in ("int8", "fp8_e4m3"))
+    assert int8["ppl"] == pytest.approx(15.2, abs=3)  # the text differs a little between versions of Python
+    assert 1e-5 < int8["kld_mean"] < 0.0012
+    assert int8["same_top_percent"] > 97.5
+    assert int8["kld_mean"] < fp8["kld_mean"] < 0.010
+    assert abs(int8["dppl_percent"]) < 0.5
+
+
+def test_an_unquantized_cache_of_another_class_is_no_different(tiny_model: PreTrainedModel) -> None:
+    plain = NamedCache("plain", lambda config: DynamicCache(), is_ours=False, attends_to_stored=True)
+    scores = score_caches(tiny_model, random_windows(1, 80), [plain])
+    assert torch.equal(scores["plain"].losses, scores["dynamic"].losses)

@@ -1,0 +1,87 @@
+"""Caches by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache
+
+import qkv
+from qkv import named_caches
+from qkv.named_caches import cache_names, named_cache
+from qkv_eval.peers import with_baseline
+
+
+@pytest.mark.parametrize("name", ["dynamic", "none", "int8", "fp8_e4m3", "fp8_e5m2", "hf-fp8"])
+def test_a_named_cache_works_in_a_model(tiny_model: PreTrainedModel, name: str) -> None:
+    named = named_cache(name)
+    cache = named.make(tiny_model.config)
+    if named.is_ours:
+        qkv.enable(tiny_model)
+    with torch.inference_mode():
+        tiny_model(torch.arange(10)[None], past_key_values=cache)
+    assert cache.get_seq_length() == 10
+
+
+@pytest.mark.parametrize("name", ["hf-hqq8", "hf-hqq4", "hf-quanto4", "hf-quanto2"])
+def test_transformers_caches_have_the_bits_of_their_name(tiny_model: PreTrainedModel, name: str) -> None:
+    pytest.importorskip("hqq" if "hqq" in name else "optimum.quanto", reason="needs the extra `peers`")
+    cache = named_cache(name).make(tiny_model.config)
+    assert isinstance(cache, QuantizedCache)
+    assert {layer.nbits for layer in cache.layers} == {int(name[-1])}
+
+
+def test_which_caches_are_ours_and_which_attend_to_what_they_store() -> None:
+    assert isinstance(named_cache("dynamic").make(None), DynamicCache)
+    assert [named_cache(name).is_ours for name in ("dynamic", "int8", "hf-fp8")] == [False, True, False]
+    assert [named_cache(name).attends_to_stored for name in ("dynamic", "int8", "hf-fp8")] == [True, True, False]
+
+
+def test_a_yaml_file_is_a_cache_under_its_own_name(tmp_path: Path, tiny_model: PreTrainedModel) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("format: fp8_e5m2\nresidual_length: 16\n")
+    named = named_cache(str(file))
+    cache = named.make(tiny_model.config)
+    assert isinstance(cache, qkv.QKVCache)
+    assert (named.name, named.is_ours, named.attends_to_stored) == ("mine", True, True)
+    assert cache.stats()["layers"][0]["key_format"] == "fp8_e5m2"
+
+
+def test_an_exact_prefill_is_known_to_hide_what_is_stored(tmp_path: Path) -> None:
+    file = tmp_path / "exact.yaml"
+    file.write_text("format: int8\nprefill: exact\n")
+    assert not named_cache(str(file)).attends_to_stored
+
+
+def test_a_bad_yaml_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("formatt: int8\n")
+    with pytest.raises(ValueError, match="formatt"):
+        named_cache(str(file))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown cache 'int9'") as error:
+        named_cache("int9")
+    for name in cache_names():
+        assert name in str(error.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_caches, "_is_installed", lambda package: False)
+    with pytest.raises(ValueError, match="pip install optimum-quanto"):
+        named_cache("hf-quanto4")
+    assert named_cache("hf-fp8").name == "hf-fp8"
+
+
+def test_a_run_begins_with_the_unquantized_cache_and_has_each_once() -> None:
+    assert [cache.name for cache in with_baseline(["int8", "dynamic", "none", "int8"])] == ["dynamic", "int8", "none"]
+
+
+def test_two_caches_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "int8.yaml"
+    file.write_text("format: int8\nsink_tokens: 4\n")
+    with pytest.raises(ValueError, match="'int8'"):
+        with_baseline(["int8", str(file)])
