@@ -294,7 +294,8 @@ class HeadScale:
             self._first = function(self._first).contiguous()
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.current, self._first) if x is not None)
+        held = [self.current] if self._first is self.current else [self.current, self._first]
+        return sum(x.nbytes for x in held if x is not None)
 
     def effective(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The scales for one token of that ``magnitude [batch, heads]``; grows :attr:`current` where it must."""

@@ -40,13 +40,16 @@ static inline float exp2_of(float x) {
 static inline bool is_packed(int32_t format) { return format >= QKV_INT8; }
 
 // out[r][g * 16 + j] = sum over i < n of the pair j of group g at base + i * step, times the pair i of mult row r.
+// Meanwhile as many bytes from `ahead` on as are read here come closer: what the next pass is going to read.
 template <class C, int NR, int G>
-static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n,
+static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n, const uint8_t* ahead,
                              const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
   constexpr int N = C::kVecs;
   typename C::Vec acc[NR * G * N];
   for (int k = 0; k < NR * G * N; ++k) acc[k] = C::zero();
   for (int i = 0; i < n; ++i) {
+    for (int at = 0; at < 32 * G; at += 64) prefetch(ahead + at);
+    ahead += 32 * G;
     for (int g = 0; g < G; ++g) {
       typename C::Vec v[N];
       C::load(base + g * group_stride, v);
@@ -62,27 +65,37 @@ static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t 
     for (int g = 0; g < G; ++g) C::finish(acc + (r * G + g) * N, out + r * out_stride + g * 16);
 }
 
+// One pass over codes: `groups` groups, `group_stride` bytes apart, of n steps, `step` bytes apart.
+struct Pass {
+  const uint8_t* base;
+  int64_t group_stride, step;
+  int groups, n;
+  const uint8_t* ahead;
+};
+
 // All groups for NR rows: whole sets of G, then one by one.
 template <class C, int NR>
-static inline void dot_groups(const uint8_t* base, int groups, int64_t group_stride, int64_t step, int n,
-                              const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+static inline void dot_groups(const Pass& p, const typename C::Mult* mult, int64_t mult_stride, float* out,
+                              int64_t out_stride) {
   constexpr int G = C::groups(NR);
   int g = 0;
-  for (; g + G <= groups; g += G)
-    dot_pairs<C, NR, G>(base + g * group_stride, group_stride, step, n, mult, mult_stride, out + g * 16, out_stride);
-  for (; g < groups; ++g)
-    dot_pairs<C, NR, 1>(base + g * group_stride, group_stride, step, n, mult, mult_stride, out + g * 16, out_stride);
+  for (; g + G <= p.groups; g += G)
+    dot_pairs<C, NR, G>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * 32 * p.n, mult,
+                        mult_stride, out + g * 16, out_stride);
+  for (; g < p.groups; ++g)
+    dot_pairs<C, NR, 1>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * 32 * p.n, mult,
+                        mult_stride, out + g * 16, out_stride);
 }
 
 template <class C>
-static void dot_rows(const uint8_t* base, int groups, int64_t group_stride, int64_t step, int n, int rows,
-                     const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+static void dot_rows(const Pass& p, int rows, const typename C::Mult* mult, int64_t mult_stride, float* out,
+                     int64_t out_stride) {
   while (rows > 0) {
     const int now = C::rows_at_once(rows);
-    if (now == 4) dot_groups<C, 4>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
-    else if (now == 3) dot_groups<C, 3>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
-    else if (now == 2) dot_groups<C, 2>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
-    else dot_groups<C, 1>(base, groups, group_stride, step, n, mult, mult_stride, out, out_stride);
+    if (now == 4) dot_groups<C, 4>(p, mult, mult_stride, out, out_stride);
+    else if (now == 3) dot_groups<C, 3>(p, mult, mult_stride, out, out_stride);
+    else if (now == 2) dot_groups<C, 2>(p, mult, mult_stride, out, out_stride);
+    else dot_groups<C, 1>(p, mult, mult_stride, out, out_stride);
     rows -= now;
     mult += now * mult_stride;
     out += now * out_stride;
@@ -292,21 +305,27 @@ static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
   round_query(w, a.key_dim);
 }
 
+static const uint8_t* key_block(const QkvAttend& a, const uint8_t* codes, int64_t offset) {
+  return codes + offset / 16 * 16 * round_up(a.key_dim, 2);
+}
+
+static const uint8_t* value_block(const QkvAttend& a, const uint8_t* codes, int64_t offset) {
+  return codes + offset / 2 * 2 * a.value_dim;
+}
+
 static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, const uint8_t* codes, int64_t offset,
-                       int n) {
-  const int tiles = (n + 15) / 16;
+                       int n, const uint8_t* ahead) {
   const int even = round_up(a.key_dim, 2);
-  const int64_t tile_bytes = 16 * even;
-  const uint8_t* base = codes + offset / 16 * tile_bytes;
+  const Pass pass{key_block(a, codes, offset), 16 * even, 32, (n + 15) / 16, even / 2, ahead};
   switch (key.format) {
     case QKV_INT8:
-      dot_rows<Int8Codec>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.q16, w.key_stride, w.scores, kBlock);
+      dot_rows<Int8Codec>(pass, w.rows, w.q16, w.key_stride, w.scores, kBlock);
       break;
     case QKV_E4M3:
-      dot_rows<Fp8Codec<7>>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.packed, w.key_stride, w.scores, kBlock);
+      dot_rows<Fp8Codec<7>>(pass, w.rows, w.packed, w.key_stride, w.scores, kBlock);
       break;
     case QKV_E5M2:
-      dot_rows<Fp8Codec<8>>(base, tiles, tile_bytes, 32, even / 2, w.rows, w.packed, w.key_stride, w.scores, kBlock);
+      dot_rows<Fp8Codec<8>>(pass, w.rows, w.packed, w.key_stride, w.scores, kBlock);
       break;
     case QKV_F32:
       scores_float<QKV_F32>(codes + offset * a.key_dim * 4, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
@@ -439,7 +458,7 @@ static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool
 }
 
 static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t offset,
-                       int n) {
+                       int n, const uint8_t* ahead) {
   if (!is_packed(value.format)) {
     const int64_t width = value.format == QKV_F32 ? 4 : 2;
     const uint8_t* rows = codes + offset * a.value_dim * width;
@@ -451,16 +470,11 @@ static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, 
       values_float<QKV_F16>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
     return;
   }
-  const int groups = (static_cast<int>(a.value_dim) + 15) / 16;
-  const int pairs = (n + 1) / 2;
-  const int64_t step = 2 * a.value_dim;
-  const uint8_t* base = codes + offset / 2 * step;
-  if (value.format == QKV_INT8)
-    dot_rows<Int8Codec>(base, groups, 32, step, pairs, w.rows, w.p16, kBlock, w.tile, w.value_stride);
-  else if (value.format == QKV_E4M3)
-    dot_rows<Fp8Codec<7>>(base, groups, 32, step, pairs, w.rows, w.prob, kBlock, w.tile, w.value_stride);
-  else
-    dot_rows<Fp8Codec<8>>(base, groups, 32, step, pairs, w.rows, w.prob, kBlock, w.tile, w.value_stride);
+  const Pass pass{value_block(a, codes, offset),    32,          2 * a.value_dim,
+                  round_up(a.value_dim, 16) / 16, (n + 1) / 2, ahead};
+  if (value.format == QKV_INT8) dot_rows<Int8Codec>(pass, w.rows, w.p16, kBlock, w.tile, w.value_stride);
+  else if (value.format == QKV_E4M3) dot_rows<Fp8Codec<7>>(pass, w.rows, w.prob, kBlock, w.tile, w.value_stride);
+  else dot_rows<Fp8Codec<8>>(pass, w.rows, w.prob, kBlock, w.tile, w.value_stride);
   for (int r = 0; r < w.rows; ++r) {
     const vf f = vf_set1(w.factor[r]);
     float* acc = w.acc + r * w.value_stride;
@@ -469,11 +483,12 @@ static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, 
   }
 }
 
+// `ahead`: the keys of the block that comes next, to be fetched while this one's values are read.
 static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, int64_t offset,
-                  int n, int64_t column, int64_t kv_len) {
+                  int n, int64_t column, int64_t kv_len, const uint8_t* ahead) {
   const bool packed = is_packed(region.key.format), value_packed = is_packed(region.value.format);
   const uint8_t* value_codes = plane_codes(region.value, b, h);
-  raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n);
+  raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n, value_block(a, value_codes, offset));
   if (packed) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
   w.odd_values = value_packed &&
                  !load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
@@ -489,7 +504,7 @@ static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int
       weigh(w, r, n, peak, region.value.format == QKV_INT8, !value_packed);
     }
   }
-  add_values(a, w, region.value, value_codes, offset, n);
+  add_values(a, w, region.value, value_codes, offset, n, ahead);
 }
 
 // The state of all rows of one batch row and kv head after some of its blocks, to be merged with that of the others:
@@ -571,7 +586,11 @@ static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t 
     const int64_t to = last - index < blocks ? last - index : blocks;
     for (int64_t j = from; j < to; ++j) {
       const int64_t offset = j * kBlock, left = region.length - offset;
-      block(a, w, region, b, h, offset, static_cast<int>(left < kBlock ? left : kBlock), column + offset, kv_len);
+      const uint8_t* ahead = plane_codes(region.key, b, h);
+      if (left > kBlock) ahead = key_block(a, ahead, offset + kBlock);
+      else if (k + 1 < a.n_regions) ahead = plane_codes(a.regions[k + 1].key, b, h);
+      block(a, w, region, b, h, offset, static_cast<int>(left < kBlock ? left : kBlock), column + offset, kv_len,
+            ahead);
     }
     index += blocks;
     column += region.length;

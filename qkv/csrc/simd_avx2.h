@@ -41,7 +41,7 @@ static inline vf vf_load_f16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 static inline float f16_to_f32(uint16_t h) { return _cvtsh_ss(h); }
-static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 struct Int8Codec {
   using Mult = int16_t;

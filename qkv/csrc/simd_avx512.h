@@ -30,7 +30,7 @@ static inline vf vf_load_f16(const uint16_t* p) {
 static inline float f16_to_f32(uint16_t h) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
 }
-static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 struct Int8Codec {
   using Mult = int16_t;

@@ -105,6 +105,7 @@ static inline vf vf_load_f16(const uint16_t* p) {
   QKV_LANES r.x[i] = f16_to_f32(p[i]);
   return r;
 }
+// Brings a cache line into the second-level cache: more of them can be under way than into the first.
 static inline void prefetch(const void*) {}
 
 // A codec multiplies 16 pairs of stored codes by one pair of multipliers and adds them up, pair by pair:
