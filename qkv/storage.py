@@ -127,6 +127,8 @@ class Plane:
 
     def native(self, offset: int = 0) -> native.Plane:
         """The structure that the kernels take, for the tokens from ``offset`` on (not 0: unquantized planes only)."""
+        if offset == 0 and self._native is not None:
+            return self._native
         result = native.Plane()
         codes = self.codes
         size = codes.element_size()
@@ -139,15 +141,15 @@ class Plane:
             result.scale = self.scale.data_ptr()
             result.scale_stride[:] = [self.scale.stride(0) * size, self.scale.stride(1) * size]
             result.scale_kind = native.SCALE_TOKEN if self.per_token else native.SCALE_HEAD
+        if offset == 0:
+            self._native = result
         return result
 
     def _run(self, function: Callable[..., int], rows: torch.Tensor, offset: int) -> None:
         batch, heads, n, dim = rows.shape
-        if self._native is None:
-            self._native = self.native()
         native_rows = native.Rows(rows.data_ptr(), rows.stride()[:3], dim, native.FLOAT_IDS[rows.dtype])
         threads = torch.get_num_threads() if n > 1 else 1
-        code = function(native_rows, self._native, self.is_key, batch, heads, n, offset, threads)
+        code = function(native_rows, self.native(), self.is_key, batch, heads, n, offset, threads)
         if code != 0:
             raise RuntimeError(f"the compiled codec refused its arguments (code {code})")
 

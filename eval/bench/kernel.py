@@ -193,6 +193,8 @@ def _layers_to_fill_memory(bytes_of_layer: int) -> int:
 
 
 def _attend_in_turn(query: torch.Tensor, views: Sequence[Any]) -> Callable[[], torch.Tensor]:
+    for view in views:  # what a layer prepares once, and keeps from step to step
+        attention(query, view)
     turn = itertools.cycle(views)
     return lambda: attention(query, next(turn))
 
