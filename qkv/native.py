@@ -40,9 +40,9 @@ class Plane(Structure):
 
 
 class Region(Structure):
-    """``QkvRegion``: a run of tokens stored in one format."""
+    """``QkvRegion``: a run of tokens stored in one format; the first ``skip`` tokens of the planes are not seen."""
 
-    _fields_ = [("key", Plane), ("value", Plane), ("length", c_int64)]
+    _fields_ = [("key", Plane), ("value", Plane), ("skip", c_int64), ("length", c_int64)]
 
 
 class Attend(Structure):

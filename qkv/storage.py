@@ -125,25 +125,23 @@ class Plane:
     def _native_id(self) -> int | None:
         return native.FLOAT_IDS.get(self.dtype) if self.format is None else self.format.native_id
 
-    def native(self, offset: int = 0) -> native.Plane:
-        """The structure that the kernels take, for the tokens from ``offset`` on (not 0: unquantized planes only)."""
-        if offset == 0 and self._native is not None:
-            return self._native
-        result = native.Plane()
-        codes = self.codes
-        size = codes.element_size()
-        result.codes = codes.data_ptr() + offset * self.dim * size
-        result.codes_stride[:] = [codes.stride(0) * size, codes.stride(1) * size]
-        number = self._native_id()
-        result.format = -1 if number is None else number
-        if self.scale is not None:
-            size = self.scale.element_size()
-            result.scale = self.scale.data_ptr()
-            result.scale_stride[:] = [self.scale.stride(0) * size, self.scale.stride(1) * size]
-            result.scale_kind = native.SCALE_TOKEN if self.per_token else native.SCALE_HEAD
-        if offset == 0:
+    def native(self) -> native.Plane:
+        """The structure that the kernels take; made once, until the tensors change."""
+        if self._native is None:
+            result = native.Plane()
+            codes = self.codes
+            size = codes.element_size()
+            result.codes = codes.data_ptr()
+            result.codes_stride[:] = [codes.stride(0) * size, codes.stride(1) * size]
+            number = self._native_id()
+            result.format = -1 if number is None else number
+            if self.scale is not None:
+                size = self.scale.element_size()
+                result.scale = self.scale.data_ptr()
+                result.scale_stride[:] = [self.scale.stride(0) * size, self.scale.stride(1) * size]
+                result.scale_kind = native.SCALE_TOKEN if self.per_token else native.SCALE_HEAD
             self._native = result
-        return result
+        return self._native
 
     def _run(self, function: Callable[..., int], rows: torch.Tensor, offset: int) -> None:
         batch, heads, n, dim = rows.shape

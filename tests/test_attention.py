@@ -306,8 +306,8 @@ def test_any_combination_of_shape_mask_softcap_and_sinks_equals_the_oracle(
     if backend not in ("dense", "reference"):
         shape = shape._replace(q_len=min(shape.q_len, MAX_QUERIES))
     heads = shape.kv_heads * shape.group
-    # The error of a few numbers can be small by luck: at least 64 are looked at.
-    shape = shape._replace(batch=max(shape.batch, math.ceil(64 / (heads * shape.q_len * shape.value_dim))))
+    # The error that quantization makes in a few channels can be small by luck: at least 32 are looked at.
+    shape = shape._replace(batch=max(shape.batch, math.ceil(32 / (shape.kv_heads * shape.value_dim))))
     inputs = random_data(shape, seed=seed)
     config = CacheConfig(
         name,

@@ -58,8 +58,9 @@ class _Regions:
 def _region_array(runs: list[Run]) -> Any:
     array = (native.Region * max(1, len(runs)))()
     for region, run in zip(array, runs, strict=False):
-        region.key = run.segment.key.native(run.offset)
-        region.value = run.segment.value.native(run.offset)
+        region.key = run.segment.key.native()
+        region.value = run.segment.value.native()
+        region.skip = run.offset
         region.length = run.length
     return array
 

@@ -36,7 +36,8 @@ struct QkvPlane {
 struct QkvRegion {
   QkvPlane key;
   QkvPlane value;
-  int64_t length;  // tokens
+  int64_t skip;    // tokens in front that are stored but not to be seen
+  int64_t length;  // tokens behind them
 };
 
 struct QkvAttend {

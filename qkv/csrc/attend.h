@@ -341,9 +341,30 @@ static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, co
   }
 }
 
-// Softcap and mask of one row of scores, which are in units of log2; columns are those of the block.
-static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t head, int64_t i, int64_t column,
-                        int64_t kv_len) {
+// A block: the tokens offset .. offset + n of a region's planes. The first `hidden` of them are not to be seen; they are
+// there because a tile of keys is read whole. `column` is the mask's column of the block's first token.
+struct Span {
+  int64_t offset, column, kv_len;
+  int n, hidden;
+};
+
+static int64_t first_token(const QkvRegion& region) { return region.skip / 16 * 16; }
+
+static int64_t block_count(const QkvRegion& region) {
+  return region.length ? (region.skip + region.length - first_token(region) + kBlock - 1) / kBlock : 0;
+}
+
+// Block j of a region whose first visible token has mask column `column`.
+static Span block_span(const QkvRegion& region, int64_t j, int64_t column, int64_t kv_len) {
+  const int64_t offset = first_token(region) + j * kBlock;
+  const int64_t n = least<int64_t>(kBlock, region.skip + region.length - offset);
+  const int64_t hidden = most<int64_t>(0, region.skip - offset);
+  return {offset, column + offset - region.skip, kv_len, static_cast<int>(n), static_cast<int>(hidden)};
+}
+
+// Softcap and mask of one row of scores, which are in units of log2.
+static void bend_scores(const QkvAttend& a, float* s, int64_t b, int64_t head, int64_t i, const Span& span) {
+  const int n = span.n;
   if (a.softcap > 0) {
     const float cap = a.softcap * kLog2e;
     for (int t = 0; t < n; ++t) s[t] = cap * std::tanh(s[t] / cap);
@@ -352,31 +373,32 @@ static void bend_scores(const QkvAttend& a, float* s, int n, int64_t b, int64_t 
     const int64_t at = b * a.mask_stride[0] + head * a.mask_stride[1] + i * a.mask_stride[2];
     const int64_t step = a.mask_stride[3];
     if (a.mask_kind == QKV_MASK_BOOL) {
-      const uint8_t* mask = static_cast<const uint8_t*>(a.mask) + at + column * step;
-      for (int t = 0; t < n; ++t) s[t] = mask[t * step] ? s[t] : kMinusInf;
+      const uint8_t* mask = static_cast<const uint8_t*>(a.mask) + at + span.column * step;
+      for (int t = span.hidden; t < n; ++t) s[t] = mask[t * step] ? s[t] : kMinusInf;
     } else {
-      const float* mask = static_cast<const float*>(a.mask) + at + column * step;
+      const float* mask = static_cast<const float*>(a.mask) + at + span.column * step;
       // Not a plain sum: a score that is not a number stays hidden where the mask hides it.
-      for (int t = 0; t < n; ++t) {
+      for (int t = span.hidden; t < n; ++t) {
         const float m = mask[t * step];
         s[t] = m == kMinusInf ? kMinusInf : s[t] + m * kLog2e;
       }
     }
   }
   if (a.causal) {
-    const int64_t visible = kv_len - a.q_len + i + 1 - column;
+    const int64_t visible = span.kv_len - a.q_len + i + 1 - span.column;
     for (int64_t t = visible > 0 ? visible : 0; t < n; ++t) s[t] = kMinusInf;
   }
+  for (int t = 0; t < span.hidden; ++t) s[t] = kMinusInf;
 }
 
-// Turns n products of row r into scores in units of log2, padded with -inf to whole lanes; returns the largest.
-static float scale_scores(const QkvAttend& a, Workspace& w, int r, int n, bool packed, float unit, float bias,
-                          int64_t b, int64_t head, int64_t i, int64_t column, int64_t kv_len) {
-  const int padded = round_up(n, 16);
+// Turns the products of row r into scores in units of log2, padded with -inf to whole lanes; returns the largest.
+static float scale_scores(const QkvAttend& a, Workspace& w, int r, bool packed, float unit, float bias, int64_t b,
+                          int64_t head, int64_t i, const Span& span) {
+  const int n = span.n, padded = round_up(n, 16);
   float* s = w.scores + r * kBlock;
   const vf wide = vf_set1(unit), shift = vf_set1(bias);
   vf top = vf_set1(kMinusInf);
-  const bool bent = a.softcap > 0 || a.mask_kind != QKV_MASK_NONE || a.causal;
+  const bool bent = a.softcap > 0 || a.mask_kind != QKV_MASK_NONE || a.causal || span.hidden > 0;
   const int whole = bent ? 0 : n / 16 * 16;
   int t = 0;
   for (; t < whole; t += kLanes) {
@@ -390,7 +412,7 @@ static float scale_scores(const QkvAttend& a, Workspace& w, int r, int n, bool p
     if (packed) v = vf_fma(v, vf_load(w.key_scale + t), shift);
     vf_store(s + t, v);
   }
-  if (bent) bend_scores(a, s, n, b, head, i, column, kv_len);
+  if (bent) bend_scores(a, s, b, head, i, span);
   for (t = n; t < padded; ++t) s[t] = kMinusInf;
   for (t = whole; t < padded; t += kLanes) top = vf_max(top, vf_load(s + t));
   return vf_hmax(top);
@@ -484,8 +506,10 @@ static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, 
 }
 
 // `ahead`: the keys of the block that comes next, to be fetched while this one's values are read.
-static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, int64_t offset,
-                  int n, int64_t column, int64_t kv_len, const uint8_t* ahead) {
+static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, const Span& span,
+                  const uint8_t* ahead) {
+  const int64_t offset = span.offset;
+  const int n = span.n;
   const bool packed = is_packed(region.key.format), value_packed = is_packed(region.value.format);
   const uint8_t* value_codes = plane_codes(region.value, b, h);
   raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n, value_block(a, value_codes, offset));
@@ -500,7 +524,7 @@ static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int
       const float unit = scale * (region.key.format == QKV_INT8 ? w.q_unit[r] : 1.0f);
       const float bias =
           a.packed_bias ? scale * a.packed_bias[(b * a.kv_heads * a.group + head) * a.q_len + i] : 0.0f;
-      const float peak = scale_scores(a, w, r, n, packed, unit, bias, b, head, i, column, kv_len);
+      const float peak = scale_scores(a, w, r, packed, unit, bias, b, head, i, span);
       weigh(w, r, n, peak, region.value.format == QKV_INT8, !value_packed);
     }
   }
@@ -581,16 +605,14 @@ static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t 
   int64_t index = 0, column = 0;
   for (int64_t k = 0; k < a.n_regions && index < last; ++k) {
     const QkvRegion& region = a.regions[k];
-    const int64_t blocks = (region.length + kBlock - 1) / kBlock;
+    const int64_t blocks = block_count(region);
     const int64_t from = first > index ? first - index : 0;
     const int64_t to = last - index < blocks ? last - index : blocks;
     for (int64_t j = from; j < to; ++j) {
-      const int64_t offset = j * kBlock, left = region.length - offset;
       const uint8_t* ahead = plane_codes(region.key, b, h);
-      if (left > kBlock) ahead = key_block(a, ahead, offset + kBlock);
+      if (j + 1 < blocks) ahead = key_block(a, ahead, first_token(region) + (j + 1) * kBlock);
       else if (k + 1 < a.n_regions) ahead = plane_codes(a.regions[k + 1].key, b, h);
-      block(a, w, region, b, h, offset, static_cast<int>(left < kBlock ? left : kBlock), column + offset, kv_len,
-            ahead);
+      block(a, w, region, b, h, block_span(region, j, column, kv_len), ahead);
     }
     index += blocks;
     column += region.length;
@@ -600,7 +622,7 @@ static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t 
 static int attend(const QkvAttend& a) {
   int64_t blocks = 0, kv_len = 0;
   for (int64_t k = 0; k < a.n_regions; ++k) {
-    blocks += (a.regions[k].length + kBlock - 1) / kBlock;
+    blocks += block_count(a.regions[k]);
     kv_len += a.regions[k].length;
   }
   if (a.batch * a.kv_heads == 0) return 0;
