@@ -452,6 +452,8 @@ class LayerStore:
             ValueError: shapes or types that do not fit; the store is unchanged.
         """
         self.check(keys, values)
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()  # a cache must not keep a graph alive
         if self.shape is None:
             self._begin(keys, values)
         n = keys.shape[2]
@@ -474,8 +476,7 @@ class LayerStore:
         if leaving and waiting:
             assert self.residual is not None
             old = min(leaving, waiting)
-            # Copied: the residual window's memory goes on to hold other tokens.
-            gone = tuple(x.clone() for x in self.residual.rows(old))
+            gone = self.residual.rows(old)  # views: what they show is not written again before the next crop
             self.residual.drop_first(old)
             if self.residual.length == 0 and self.config.residual_length == 0:
                 self.residual = None  # it held the tokens of the warm-up

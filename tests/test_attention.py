@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import INSTRUCTION_SETS, each_instruction_set, needs_kernels, using
 
+from qkv import native
 from qkv.attention import attention, choose, dense, reference
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
@@ -66,6 +67,7 @@ SHAPES = [
     Shape(2, 1, 4, 7, 33, 256, 256),
     Shape(1, 1, 2, 2, 40, 7, 19),
     Shape(1, 1, 1, 1, 20, 1, 1),
+    Shape(1, 1, 71, 8, 33, 64, 64),  # one kv head for all, as in Falcon
     Shape(1, 2, 3, 20, 60, 64, 64),  # a prompt behind other tokens
     Shape(2, 1, 2, 30, 30, 16, 24),  # a whole prompt
     Shape(1, 1, 1, 600, 700, 8, 8),  # longer than a piece
@@ -237,6 +239,32 @@ def test_strided_queries_are_served(isa: str) -> None:
     for query in (transposed, sliced, every_second):
         assert not query.is_contiguous()
         assert torch.equal(run(isa, query, view), expected)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dim", [64, 256, 516, 517, 1000, 2048])
+def test_no_sum_of_products_overflows(isa: str, name: str, dim: int) -> None:
+    """All numbers the largest of their vector, so that all products are as large as they can be."""
+    signs = torch.tensor([1.0, -1.0]).repeat(dim // 2 + 1)[:dim]
+    tokens = torch.full((1, 1, 300, dim), 0.7) * signs
+    query = torch.cat([signs, -signs]).view(1, 2, 1, dim)
+    view = view_of(Data(query, tokens, tokens), CacheConfig(name))
+    for scale in (dim**-0.5, 1e-4):
+        out = run(isa, query, view, softmax_scale=scale)
+        wanted = exact(query, *view.decode(torch.float64), softmax_scale=scale)
+        # Equal tokens have equal weights: what is left is the rounding of the weights to 16 bits.
+        np.testing.assert_allclose(f64(out), wanted, rtol=2.0**-14)
+
+
+@each_instruction_set
+def test_the_default_device_of_torch_does_not_matter(isa: str) -> None:
+    data = random_data(Shape(1, 2, 2, 3, 50))
+    view = view_of(data, CacheConfig("int8", residual_length=5))
+    expected = run(isa, data.query, view)
+    with torch.device("meta"):
+        out = run(isa, data.query, view)
+    assert torch.equal(out, expected)
 
 
 # ---- masks, softcap, sinks, threads --------------------------------------------------------------------------------
@@ -829,7 +857,7 @@ def test_a_view_is_refused_once_its_layer_was_updated(backend: str, change: str)
         store.map_batch(lambda x: x.flip(0))
     else:
         store.reset()
-        store.append(data.keys, data.values)
+        store.append(data.keys.flip(2), data.values)
     with pytest.raises(RuntimeError, match="out of date"):
         run(backend, data.query, view)
     with pytest.raises(RuntimeError, match="out of date"):
@@ -1002,6 +1030,14 @@ def test_without_the_compiled_library_the_results_are_the_same(tmp_path: Path) -
             allowed = 1e-6  # float32
         assert rms(f64(out) - wanted) <= allowed
         assert rms(f64(attention(data.query, view)) - wanted) <= allowed
+
+
+@needs_kernels
+def test_an_instruction_set_that_is_not_there_is_refused_and_the_choice_stays() -> None:
+    before = native.status()
+    with pytest.raises(ValueError, match=f"kernels for 'neon' cannot be used here; in use: {before}"):
+        native.select("neon")
+    assert native.status() == before
 
 
 @needs_kernels

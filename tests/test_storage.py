@@ -218,6 +218,18 @@ def test_the_caller_may_change_its_tensors_after_append() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("isa", [*INSTRUCTION_SETS, "none"])
+@pytest.mark.parametrize("name", ["none", "int8"])
+@each_granularity
+def test_no_graph_of_gradients_is_kept(isa: str, name: str, granularity: str) -> None:
+    keys, values = (x.requires_grad_() for x in kv(100, growing=2.0))
+    config = CacheConfig(name, granularity=granularity, residual_length=5, sink_tokens=2)
+    with using(isa):
+        store = filled(config, (keys * 1, values * 1), [70])
+        assert_same(copy.deepcopy(store), filled(config, (keys.detach(), values.detach())))
+    assert not any(x.requires_grad for s in store.segments() for plane in s.planes() for x in plane.tensors())
+
+
 # ---- what is exact -------------------------------------------------------------------------------------------------
 
 
@@ -607,7 +619,7 @@ def test_crop_then_append_equals_never_having_seen_the_cropped_tokens(name: str,
 
 
 @each_format
-@pytest.mark.parametrize("keep", [64, 70, 120, 199])
+@pytest.mark.parametrize("keep", [64, 65, 70, 120, 131, 199])
 @pytest.mark.parametrize("first", [[], [70], [64, 65, 150]], ids=str)
 def test_with_scales_per_head_crop_takes_back_what_the_cropped_tokens_made_them(
     name: str, keep: int, first: list[int]
@@ -688,6 +700,21 @@ def test_every_part_of_the_state_follows_the_batch(config: CacheConfig) -> None:
         joined = tuple(torch.cat([function(x), function(y)], dim=2) for x, y in zip(pair, more, strict=True))
         assert_same(store, filled(config, joined))
         assert store.shape[0] == joined[0].shape[0]
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 0, 1, 1], [1, 0]], ids=str)
+def test_scales_per_head_follow_the_batch_also_where_a_later_crop_takes_them_back(rows: list[int]) -> None:
+    keys, values = kv(120)
+    keys[1, 0, 64, 0] = float("nan")  # its scale can only be that of the warm-up
+    keys[:, :, 65] *= 30
+    config, index = CacheConfig("int8", granularity="head"), torch.tensor(rows)
+    store = filled(config, (keys, values))
+    store.map_batch(lambda x: x[index])
+    store.crop(65)
+    more = tuple(x[index] for x in kv(20, seed=1))
+    store.append(*more)
+    joined = tuple(torch.cat([x[index][:, :, :65], y], dim=2) for x, y in zip((keys, values), more, strict=True))
+    assert_same(store, filled(config, joined))
 
 
 def test_a_batch_change_before_the_first_token_is_followed() -> None:

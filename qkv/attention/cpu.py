@@ -104,7 +104,7 @@ def attend(
     if view.late is not None:
         mask, causal = late_mask(view, mask, q_len, 0, q_len, causal), False
     regions, count = _regions(view)
-    out = torch.empty(batch, q_len, heads, value_dim, dtype=query.dtype)
+    out = torch.empty(batch, q_len, heads, value_dim, dtype=query.dtype, device=query.device)
     args = native.Attend(
         query=query.data_ptr(),
         out=out.data_ptr(),

@@ -56,10 +56,14 @@ static inline vf vf_round(vf a) {
   QKV_LANES a.x[i] = std::nearbyint(a.x[i]);
   return a;
 }
-// a * 2^n for whole n in [kLeastExponent, 0]; 0 for kLeastExponent.
+// a * 2^n for whole n in [kLeastExponent, 0]; 0 for kLeastExponent. Where n is not a number, so is a.
 static inline vf vf_scale_pow2(vf a, vf n) {
   QKV_LANES {
-    const int32_t bits = (static_cast<int32_t>(n.x[i]) + 127) << 23;
+    // 1.5 * 2^23 + 127 + n has 127 + n in its lowest bits. A conversion to int would be undefined for not-a-number.
+    const float shifted = n.x[i] + 12583039.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits <<= 23;
     float p;
     std::memcpy(&p, &bits, 4);
     a.x[i] *= p;
