@@ -149,7 +149,7 @@ def bench_kernel(
     ] = "3x3x64",
     kv_len: Annotated[str, typer.Option("--kv-len", help="tokens in the cache, a list")] = "8192",
     batch: Annotated[str, typer.Option("--batch", help="sequences, a list")] = "1",
-    rounds: RoundsOption = 60,
+    rounds: RoundsOption = 30,
     json: JsonOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,

@@ -31,7 +31,7 @@ from qkv.attention import attention, choose, dense, reference
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
 from qkv.formats import formats, get_format, register
-from qkv.storage import WARM_UP_TOKENS, LayerStore
+from qkv.storage import WARM_UP_TOKENS, LayerStore, Run
 from qkv.view import KVView
 
 QUANTIZED = [name for name in formats() if name != "none"]
@@ -265,6 +265,47 @@ def test_the_default_device_of_torch_does_not_matter(isa: str) -> None:
     with torch.device("meta"):
         out = run(isa, data.query, view)
     assert torch.equal(out, expected)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("name", ["none", "int8", "fp8_e4m3"])
+def test_a_residual_window_that_rolls_is_read_where_it_is_now(isa: str, name: str) -> None:
+    """Its first token lies anywhere in its memory; those in front of it have left, and show nothing any more."""
+    data = random_data(Shape(1, 2, 2, 1, 150, 24, 10))
+    data.keys[:, :, 45], data.values[:, :, 50] = 1e4, 1e4
+    store = LayerStore(CacheConfig("none", key_format=name, value_format=name, residual_length=30))
+    for t in range(150):
+        store.append(data.keys[:, :, t : t + 1], data.values[:, :, t : t + 1])
+        view = KVView(store)
+        # Of the whole cache, and of its last 20 tokens: without the huge ones from 71 tokens on.
+        for mask in (None, (torch.arange(t + 1) > t - 20).view(1, 1, 1, -1)):
+            stored = view.decode(torch.float64)
+            wanted = exact(data.query, *stored, mask=mask)
+            scale = np.abs(stored[1].numpy()[:, :, -20:] if mask is not None else stored[1].numpy()).max()
+            # Weights are of 16 bits: 2^-16 of the largest value, and what the rounding of the query does to scores.
+            np.testing.assert_allclose(f64(run(isa, data.query, view, mask=mask)), wanted, rtol=0, atol=2e-3 * scale)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("hidden", [1, 15, 16, 17, 100, 255, 256, 257, 299])
+def test_the_first_tokens_of_a_run_can_be_hidden(isa: str, name: str, hidden: int) -> None:
+    """As sliding windows need it: tokens leave in front without a copy, whatever the tile they are in."""
+    shape = Shape(2, 2, 3, 2, 300, 24, 10)
+    data = random_data(shape)
+    data.keys[:, :, hidden - 1], data.values[:, :, hidden - 1, 3] = float("nan"), float("inf")
+    config = CacheConfig(name, residual_length=10, sink_tokens=2)
+    seen = Data(data.query, data.keys[:, :, hidden:], data.values[:, :, hidden:])
+    for mask in (None, torch.rand(2, 1, 2, 300 - hidden) < 0.5, torch.randn(2, 6, 2, 300 - hidden)):
+        view = view_of(data, config)
+        runs, left = [], hidden
+        for whole in view.runs():
+            skip = min(left, whole.length)
+            left -= skip
+            if skip < whole.length:
+                runs.append(Run(whole.segment, whole.offset + skip, whole.length - skip))
+        view._runs, view.length = runs, 300 - hidden
+        assert_close(isa, seen, view, mask=mask)
 
 
 # ---- masks, softcap, sinks, threads --------------------------------------------------------------------------------
