@@ -9,13 +9,9 @@ Tokens arrive at the right. A token is encoded once, when it leaves the residual
 and its codes are never read, moved or encoded again. Packed tokens live in segments of a fixed capacity that are
 allocated as they are needed: nothing old is copied when the store grows, and the spare room is bounded.
 
-Scales per head. Given ones are used as they are, and numbers beyond them saturate. Otherwise the first
-``WARM_UP_TOKENS`` tokens after the sinks stay exact; then the scale of a head becomes ``HEAD_ROOM`` times what their
-largest magnitude needs. When a later token exceeds it, the scale grows to ``HEAD_ROOM`` times what that token needs,
-for the tokens from there on: a new segment begins, since a segment has one scale per head, and the one before it gives
-its unused room back (up to 15 tokens of keys stay unused: their tiles are of 16). Scales therefore depend on the tokens
-alone and not on how they were cut into updates. A token with a NaN or an infinity gets a segment whose scale is NaN for
-its head.
+A layer with a sliding window forgets tokens in front as it grows: segments that are out of the window are dropped
+whole, and of the first one that is not, the tokens in front are hidden. How scales per head come about is in
+head_scale.py.
 """
 
 from __future__ import annotations
@@ -25,192 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from qkv import native
 from qkv.config import CacheConfig
 from qkv.formats import get_format
-from qkv.formats.base import SMALLEST_SCALE, Format
-from qkv.formats.layout import Layout, layout_for
+from qkv.formats.base import Format
+from qkv.head_scale import WARM_UP_TOKENS, HeadScale
+from qkv.planes import Plane, Segment
 
-WARM_UP_TOKENS = 64
-HEAD_ROOM = 1.25
 SEGMENT_TOKENS = 256
-# A residual window brings spare room of its own; with smaller segments both together stay within 256 tokens.
+# A residual or a sliding window brings spare room of its own; with smaller segments both stay within 256 tokens.
 SMALL_SEGMENT_TOKENS = 128
 LARGE_STORE_TOKENS = 4096
 RESIDUAL_SLACK = 64
-
-
-class Plane:
-    """The keys, or the values, of one segment: codes and scales, or rows of the model's own type.
-
-    Attributes:
-        format: the number format; None: unquantized rows.
-        codes: uint8 in the order of ``layout``, or rows ``[batch, heads, capacity, dim]``.
-        scale: bfloat16 ``[batch, heads, capacity]`` (per token), float32 ``[batch, heads]`` (per head), or None.
-        dim: channels.
-    """
-
-    __slots__ = ("_native", "codes", "dim", "dtype", "format", "is_key", "layout", "scale")
-
-    def __init__(self, like: torch.Tensor, capacity: int, format: Format | None, is_key: bool):
-        self._native: native.Plane | None = None  # addresses of the tensors, made once
-        batch, heads, _, self.dim = like.shape
-        self.format, self.is_key, self.dtype = format, is_key, like.dtype
-        self.scale: torch.Tensor | None = None
-        self.layout: Layout | None = None
-        if format is None:
-            self.codes = torch.empty(batch, heads, capacity, self.dim, dtype=like.dtype, device=like.device)
-        else:
-            self.layout = layout_for(like.device, is_key)
-            self.codes = self.layout.empty(batch, heads, capacity, self.dim, like.device)
-
-    @classmethod
-    def of_rows(cls, rows: torch.Tensor, is_key: bool) -> Plane:
-        """An unquantized plane that holds ``rows [batch, heads, tokens, dim]`` itself, not a copy."""
-        plane = cls(rows[:, :, :0], 0, None, is_key)
-        plane.codes = rows.contiguous()
-        return plane
-
-    @property
-    def per_token(self) -> bool:
-        return self.scale is not None and self.scale.dim() == 3
-
-    def write(self, offset: int, rows: torch.Tensor) -> None:
-        """Encodes ``rows [batch, heads, n, dim]`` into the tokens from ``offset`` on."""
-        if rows.shape[2] == 0:
-            return
-        lib = native.library() if rows.device.type == "cpu" else None
-        if lib is not None and rows.dtype in native.FLOAT_IDS and self._native_id() is not None:
-            self._run(lib.qkv_encode, rows if rows.stride(3) == 1 else rows.contiguous(), offset)
-            return
-        end = offset + rows.shape[2]
-        if self.format is None:
-            self.codes[:, :, offset:end] = rows
-            return
-        assert self.layout is not None
-        assert self.scale is not None
-        if self.per_token:
-            scale = self.format.choose_scale(rows)
-            self.scale[:, :, offset:end] = scale
-        else:
-            scale = self.scale.unsqueeze(-1)
-        codes = self.format.encode(rows, scale)
-        self.layout.write(self.codes, offset, codes.view(torch.uint8))
-
-    def read_codes(self, offset: int, n: int) -> torch.Tensor:
-        """The codes of ``n`` tokens in the format's own type, ``[batch, heads, n, dim]``."""
-        assert self.format is not None
-        assert self.layout is not None
-        return self.layout.read(self.codes, offset, n, self.dim).contiguous().view(self.format.code_dtype)
-
-    def read_scale(self, offset: int, n: int) -> torch.Tensor:
-        """The scales of ``n`` tokens, ``[batch, heads, n]`` (or ``[batch, heads, 1]`` per head)."""
-        assert self.scale is not None
-        return self.scale[:, :, offset : offset + n] if self.per_token else self.scale.unsqueeze(-1)
-
-    def decode_into(self, out: torch.Tensor, offset: int) -> None:
-        """Fills ``out [batch, heads, n, dim]`` (any float type) with the tokens from ``offset`` on."""
-        n = out.shape[2]
-        if n == 0:
-            return
-        if self.format is None:
-            out.copy_(self.codes[:, :, offset : offset + n])
-            return
-        lib = native.library() if out.device.type == "cpu" else None
-        if lib is not None and out.dtype in native.FLOAT_IDS and self._native_id() is not None:
-            self._run(lib.qkv_decode, out, offset)
-            return
-        out.copy_(self.format.decode(self.read_codes(offset, n), self.read_scale(offset, n), out.dtype))
-
-    def _native_id(self) -> int | None:
-        return native.FLOAT_IDS.get(self.dtype) if self.format is None else self.format.native_id
-
-    def native(self) -> native.Plane:
-        """The structure that the kernels take; made once, until the tensors change."""
-        if self._native is None:
-            result = native.Plane()
-            codes = self.codes
-            size = codes.element_size()
-            result.codes = codes.data_ptr()
-            result.codes_stride[:] = [codes.stride(0) * size, codes.stride(1) * size]
-            number = self._native_id()
-            result.format = -1 if number is None else number
-            if self.scale is not None:
-                size = self.scale.element_size()
-                result.scale = self.scale.data_ptr()
-                result.scale_stride[:] = [self.scale.stride(0) * size, self.scale.stride(1) * size]
-                result.scale_kind = native.SCALE_TOKEN if self.per_token else native.SCALE_HEAD
-            self._native = result
-        return self._native
-
-    def _run(self, function: Callable[..., int], rows: torch.Tensor, offset: int) -> None:
-        batch, heads, n, dim = rows.shape
-        native_rows = native.Rows(rows.data_ptr(), rows.stride()[:3], dim, native.FLOAT_IDS[rows.dtype])
-        threads = torch.get_num_threads() if n > 1 else 1
-        code = function(native_rows, self.native(), self.is_key, batch, heads, n, offset, threads)
-        if code != 0:
-            raise RuntimeError(f"the compiled codec refused its arguments (code {code})")
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that hold memory."""
-        yield self.codes
-        if self.scale is not None:
-            yield self.scale
-
-    def __getstate__(self) -> tuple[None, dict[str, object]]:
-        return None, {name: getattr(self, name) for name in self.__slots__ if name != "_native"}
-
-    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
-        self._native = None
-        for name, value in state[1].items():
-            setattr(self, name, value)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by ``function`` of it; dimension 0 is the batch."""
-        self._native = None
-        if self.layout is None:
-            self.codes = function(self.codes).contiguous()
-        else:
-            # Through a fresh allocation: the kernels need the room behind the codes.
-            moved = function(self.codes)
-            batch, heads = moved.shape[:2]
-            fresh = self.layout.empty(batch, heads, moved.shape[2] * moved.shape[4], self.dim, moved.device)
-            self.codes = fresh.copy_(moved)
-        if self.scale is not None:
-            self.scale = function(self.scale).contiguous()
-
-
-class Segment:
-    """A run of consecutive tokens that does not move while it takes tokens; see the top for when it is cut to size.
-
-    Attributes:
-        key, value: the planes.
-        capacity: tokens that fit.
-        length: tokens stored.
-        start: index of the first stored token; other than 0 only in the residual window.
-    """
-
-    __slots__ = ("capacity", "key", "length", "start", "value")
-
-    def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0):
-        self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, 0
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.key.write(self.start + self.length, keys)
-        self.value.write(self.start + self.length, values)
-        self.length += keys.shape[2]
-
-    def rows(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``n`` tokens of an unquantized segment, as views."""
-        span = slice(self.start, self.start + n)
-        return self.key.codes[:, :, span], self.value.codes[:, :, span]
-
-    def drop_first(self, n: int) -> None:
-        self.start += n
-        self.length -= n
-
-    def planes(self) -> tuple[Plane, Plane]:
-        return self.key, self.value
 
 
 @dataclass(frozen=True)
@@ -236,6 +57,17 @@ class Late:
         """Whether the query at position ``query`` sees the token at ``key`` as stored (elementwise, broadcast)."""
         return (key <= query - self.residual_length) & (query + 1 >= self.warm)
 
+    def from_position(self, position: int) -> Late | None:
+        """The copies from ``position`` on; None where there are none."""
+        n = position - self.first
+        if n <= 0:
+            return self
+        if n >= self.segment.length:
+            return None
+        key, value = (plane.codes[:, :, n:] for plane in self.segment.planes())
+        rest = Segment(Plane.of_rows(key, True), Plane.of_rows(value, False), key.shape[2], key.shape[2])
+        return Late(rest, position, self.residual_length, self.warm)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -246,83 +78,17 @@ class Run:
     length: int
 
 
-class HeadScale:
-    """The scales per head of keys or of values, and when they change.
-
-    Attributes:
-        current: float32 ``[batch, heads]``; None while warming up.
-        given: whether they were given, and so neither warm up nor grow.
-    """
-
-    def __init__(self, format: Format, given: torch.Tensor | None):
-        self.format, self.given = format, given is not None
-        self._given = given
-        self.current: torch.Tensor | None = None
-        self._first: torch.Tensor | None = None  # as the warm-up left them
-
-    def begin(self, batch: int, device: torch.device) -> None:
-        if self._given is not None:
-            self.current = self._given.to(device=device, dtype=torch.float32).expand(batch, -1).contiguous()
-
-    def _needed(self, magnitude: torch.Tensor) -> torch.Tensor:
-        needed = magnitude * (HEAD_ROOM / self.format.largest)
-        return needed.clamp(SMALLEST_SCALE, self.format.largest_scale)
-
-    def fix(self, first: torch.Tensor) -> None:
-        """Takes the scales from the first tokens ``[batch, heads, tokens, dim]``; those not finite count as 0."""
-        magnitude = self.format.magnitude(first)
-        self.current = self._first = self._needed(torch.nan_to_num(magnitude, nan=0.0).amax(dim=-1))
-
-    def rewind(self, planes: list[Plane]) -> None:
-        """Makes the scales what they were behind ``planes``, the packed ones from the first token on."""
-        if self.given or not planes:
-            return
-        assert self._first is not None
-        self.current = self._first
-        for plane in planes:
-            assert plane.scale is not None
-            self.current = torch.where(plane.scale.isnan(), self.current, plane.scale)
-
-    def clear(self) -> None:
-        self.current = self._first = None
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces the scales by ``function`` of them; dimension 0 is the batch."""
-        if self.current is not None:
-            self.current = function(self.current).contiguous()
-        if self._first is not None:
-            self._first = function(self._first).contiguous()
-
-    def nbytes(self) -> int:
-        held = [self.current] if self._first is self.current else [self.current, self._first]
-        return sum(x.nbytes for x in held if x is not None)
-
-    def effective(self, magnitude: torch.Tensor) -> torch.Tensor:
-        """The scales for one token of that ``magnitude [batch, heads]``; grows :attr:`current` where it must."""
-        assert self.current is not None
-        if not self.given:
-            exceeds = magnitude > self.current * self.format.largest  # False for NaN
-            if bool(exceeds.any()):
-                self.current = torch.where(exceeds, self._needed(magnitude), self.current)
-        return torch.where(magnitude.isnan(), torch.nan, self.current)
-
-    def run_length(self, magnitude: torch.Tensor) -> int:
-        """How many of the tokens of ``magnitude [batch, heads, tokens]`` share the scales of the first."""
-        assert self.current is not None
-        changes = magnitude.isnan() != magnitude[:, :, :1].isnan()
-        if not self.given:
-            changes = changes | (magnitude > (self.current * self.format.largest).unsqueeze(-1))
-        at = changes.any(dim=0).any(dim=0).nonzero()
-        later = at[at > 0]
-        return int(later[0]) if later.numel() else magnitude.shape[-1]
-
-
 class LayerStore:
     """Keys and values of one attention layer.
 
     Args:
         config: what to store and how, see :class:`qkv.CacheConfig`; its ``layers`` are not looked at.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, for granularity ``head``.
+        window: whether tokens are going to leave in front (:meth:`drop_before`); segments are smaller then.
+
+    Attributes:
+        length: tokens that have come; the position behind the last one.
+        first: position of the first token that is still held.
 
     Raises:
         ValueError: formats, granularity and scales that do not go together.
@@ -333,8 +99,10 @@ class LayerStore:
         config: CacheConfig,
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
+        window: bool = False,
     ):
         self.config = config
+        self._window = window
         self.key_format = get_format(config.key_format or config.format)
         self.value_format = get_format(config.value_format or config.format)
         self.key_granularity = self._granularity(self.key_format, key_scale)
@@ -372,11 +140,12 @@ class LayerStore:
         return HeadScale(format, given) if format is not None and granularity == "head" else None
 
     def _clear(self) -> None:
-        self.length = 0
+        self.length = self.first = 0
         self.shape: tuple[int, int, int, int] | None = None  # batch, kv_heads, key_dim, value_dim
         self.sink: Segment | None = None
         self.packed: list[Segment] = []
         self.packed_length = 0
+        self._encoded = False  # whether a token was ever encoded: scales per head are fixed by then
         self.residual: Segment | None = None
         self._open = False  # whether the last packed segment may take more tokens
         self.version += 1
@@ -457,7 +226,8 @@ class LayerStore:
         if self.shape is None:
             self._begin(keys, values)
         n = keys.shape[2]
-        before, packed_before = self.length, self.packed_length
+        before, encoded_before = self.length, self._encoded
+        first_packed = self.first + self._sink_length() + self.packed_length
         self.length += n
         self.changes += 1
         if n == 1 and self._only_packed:
@@ -494,12 +264,11 @@ class LayerStore:
             self._pack(late_keys, late_values)
         if n == 1 or leaving == 0 or not self.quantized:
             return None
-        warm = self.warm if packed_before == 0 else 0
+        warm = 0 if encoded_before else self.warm
         if self.config.prefill == "stored" and self.config.residual_length == 0 and before + 1 >= warm:
             return None
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
-        first = packed_before + (self.sink.length if self.sink is not None else 0)
-        return Late(exact, first, self.config.residual_length, warm)
+        return Late(exact, first_packed + into_sink, self.config.residual_length, warm)
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
@@ -509,7 +278,7 @@ class LayerStore:
                 scale.begin(keys.shape[0], keys.device)
 
     def _tokens_to_keep(self) -> int:
-        if self.packed_length == 0 and self.length < self.warm:
+        if not self._encoded and self.length < self.warm:
             return self.length
         return self.config.residual_length
 
@@ -521,7 +290,7 @@ class LayerStore:
         self, segment: Segment | None, keys: torch.Tensor, values: torch.Tensor, n: int, most: int | None = None
     ) -> Segment:
         """An unquantized segment with room for ``n`` more tokens: the given one, or a larger copy (up to ``most``)."""
-        if segment is not None and segment.start + segment.length + n <= segment.capacity:
+        if segment is not None and n <= segment.room:
             return segment
         held = segment.length if segment is not None else 0
         capacity = held + n + RESIDUAL_SLACK
@@ -536,10 +305,11 @@ class LayerStore:
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.packed_length += keys.shape[2]
+        first_ever, self._encoded = not self._encoded, True
         if self._key_head is None and self._value_head is None:
             self._fill(keys, values, None, None)
             return
-        if self.packed_length == keys.shape[2]:  # the first tokens to be encoded
+        if first_ever:
             self._fix_scales(keys, values)
         sides = [
             (scale, scale.format.magnitude(x))
@@ -579,11 +349,11 @@ class LayerStore:
             self._close()
         done, total = 0, keys.shape[2]
         while done < total:
-            if not self._open or self.packed[-1].length == self.packed[-1].capacity:
+            if not self._open or self.packed[-1].room == 0:
                 self.packed.append(self._packed_segment(keys, values, key_scale, value_scale))
                 self._open = True
             segment = self.packed[-1]
-            n = min(total - done, segment.capacity - segment.length)
+            n = min(total - done, segment.room)
             if n == total:
                 segment.append(keys, values)
             else:
@@ -599,11 +369,8 @@ class LayerStore:
 
     def _close(self) -> None:
         """Ends the last packed segment; its unused room is given back."""
-        last = self.packed[-1]
-        if last.length < last.capacity:
-            for plane in last.planes():
-                _shrink(plane, last.length)
-            last.capacity = last.length
+        if self.packed[-1].room:
+            self.packed[-1].shrink()
             self.version += 1
         self._open = False
 
@@ -614,7 +381,7 @@ class LayerStore:
         key_scale: torch.Tensor | None,
         value_scale: torch.Tensor | None,
     ) -> Segment:
-        small = self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS
+        small = self._window or (self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS)
         capacity = SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS
         planes = []
         sides = ((keys, self.key_format, key_scale, True), (values, self.value_format, value_scale, False))
@@ -631,16 +398,48 @@ class LayerStore:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def runs(self) -> list[Run]:
-        """All tokens in the order of their positions."""
-        segments = [self.sink, *self.packed, self.residual]
-        return [Run(s, s.start, s.length) for s in segments if s is not None and s.length > 0]
+    def runs(self, start: int = 0) -> list[Run]:
+        """The tokens from position ``start`` on that are held, in the order of their positions."""
+        hidden = max(0, start - self.first)
+        result = []
+        for segment in self.segments():
+            if hidden < segment.length:
+                result.append(Run(segment, segment.start + hidden, segment.length - hidden))
+            hidden = max(0, hidden - segment.length)
+        return result
+
+    def _sink_length(self) -> int:
+        return self.sink.length if self.sink is not None else 0
 
     def segments(self) -> Iterator[Segment]:
         """All segments that hold memory."""
         yield from (s for s in (self.sink, *self.packed, self.residual) if s is not None)
 
-    # ---- changing the batch, and the end ---------------------------------------------------------------------------
+    # ---- changing the batch, and both ends -------------------------------------------------------------------------
+
+    def drop_before(self, position: int) -> None:
+        """Forgets the tokens before ``position``. Views made before go on to show them.
+
+        While scales per head warm up nothing is forgotten: they are taken from all of the first tokens.
+        """
+        if self.warm and not self._encoded:
+            return
+        left = min(position, self.length) - self.first
+        if left <= 0:
+            return
+        self.first += left
+        for segment in self.segments():
+            n = min(left, segment.length)
+            segment.drop_first(n)
+            left -= n
+            if segment in self.packed:
+                self.packed_length -= n
+        # A segment that may still take tokens stays, even when none of its tokens is left.
+        keep = self.packed[-1:] if self._open else []
+        self.packed = [s for s in self.packed if s.length or s in keep]
+        if self.sink is not None and self.sink.length == 0:
+            self.sink = None
+        self.version += 1
 
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to every tensor; it selects or repeats along dimension 0, the batch."""
@@ -672,7 +471,9 @@ class LayerStore:
         if length == 0:
             self.reset()
             return
-        left = length
+        if length <= self.first:
+            raise ValueError(f"cannot keep {length} tokens: those before position {self.first} are gone")
+        left = length - self.first
         if self.sink is not None:
             self.sink = self._cut(self.sink, min(self.sink.length, left))
             left -= self.sink.length
@@ -691,6 +492,7 @@ class LayerStore:
                 self._value_head.rewind([segment.value for segment in kept])
             self._open = bool(kept)
         self.packed = kept
+        self._encoded = self._encoded and (bool(kept) or self.first > 0)
         if self._open and self.config.residual_length and kept[-1].capacity - kept[-1].length > SMALL_SEGMENT_TOKENS:
             self._close()
         if self.residual is not None:
@@ -745,17 +547,4 @@ class LayerStore:
         if self.shape is None:
             return 0
         batch, heads, key_dim, value_dim = self.shape
-        return self.length * batch * heads * (key_dim + value_dim)
-
-
-def _shrink(plane: Plane, tokens: int) -> None:
-    plane._native = None
-    if plane.layout is None:
-        plane.codes = plane.codes[:, :, :tokens].clone(memory_format=torch.contiguous_format)
-    else:
-        batch, heads = plane.codes.shape[:2]
-        fresh = plane.layout.empty(batch, heads, tokens, plane.dim, plane.codes.device)
-        plane.codes = fresh.copy_(plane.codes[:, :, : fresh.shape[2]])
-    if plane.per_token:
-        assert plane.scale is not None
-        plane.scale = plane.scale[:, :, :tokens].clone(memory_format=torch.contiguous_format)
+        return (self.length - self.first) * batch * heads * (key_dim + value_dim)

@@ -16,14 +16,15 @@ class KVView:
 
     Attributes:
         store: the layer's store.
-        length: tokens, kv_len.
+        first: position of the first token that is shown.
+        length: tokens shown, kv_len.
         late: exact copies that early queries of the current pass need, see :class:`qkv.storage.Late`; usually None.
         key_multiplier: float ``[kv_heads, key_dim]`` or None. Keys in packed segments are stored divided by it.
         key_centre: float ``[kv_heads, key_dim]`` or None. Subtracted from keys before they were divided and stored.
         on_served: told the name of the backend that attended, or None.
     """
 
-    __slots__ = ("_changes", "_runs", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
+    __slots__ = ("_changes", "_runs", "first", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
 
     def __init__(
         self,
@@ -31,15 +32,21 @@ class KVView:
         late: Late | None = None,
         key_multiplier: torch.Tensor | None = None,
         key_centre: torch.Tensor | None = None,
+        first: int | None = None,
     ):
         self.store = store
-        self.length = store.length
+        self.first = store.first if first is None else max(first, store.first)
+        self.length = store.length - self.first
         self._changes = store.changes
         self.key_multiplier, self.key_centre = key_multiplier, key_centre
         self.on_served: Callable[[str], None] | None = None
-        self._runs: list[Run] | None = None
+        # A sliding window goes on after this view is made: what it shows is written down now.
+        self._runs: list[Run] | None = store.runs(self.first) if first is not None else None
+        if late is not None:
+            late = late.from_position(self.first)
         if late is not None and store.config.prefill == "exact":
-            self._runs, late = _with_exact(store.runs(), late), None
+            runs = self._runs if self._runs is not None else store.runs(self.first)
+            self._runs, late = _with_exact(runs, self.first, late), None
         self.late = late
 
     @property
@@ -78,7 +85,7 @@ class KVView:
             RuntimeError: the layer was updated since this view was made.
         """
         self.check()
-        return self._runs if self._runs is not None else self.store.runs()
+        return self._runs if self._runs is not None else self.store.runs(self.first)
 
     def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as ordinary tensors, ``[batch, kv_heads, length, head_dim]``, newly allocated.
@@ -104,9 +111,9 @@ class KVView:
         return keys, values
 
 
-def _with_exact(runs: list[Run], late: Late) -> list[Run]:
-    """The runs with the tokens of ``late`` taken from its exact copies."""
-    result, position, placed = [], 0, False
+def _with_exact(runs: list[Run], position: int, late: Late) -> list[Run]:
+    """The runs, the first token at ``position``, with the tokens of ``late`` taken from its exact copies."""
+    result, placed = [], False
     for run in runs:
         end = position + run.length
         packed = run.segment.key.format is not None or run.segment.value.format is not None

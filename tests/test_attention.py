@@ -31,7 +31,8 @@ from qkv.attention import attention, choose, dense, reference
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
 from qkv.formats import formats, get_format, register
-from qkv.storage import WARM_UP_TOKENS, LayerStore, Run
+from qkv.head_scale import WARM_UP_TOKENS
+from qkv.storage import LayerStore, Run
 from qkv.view import KVView
 
 QUANTIZED = [name for name in formats() if name != "none"]

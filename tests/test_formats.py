@@ -16,7 +16,7 @@ from instruction_sets import INSTRUCTION_SETS, each_instruction_set, using
 
 from qkv.formats import Format, formats, get_format, register
 from qkv.formats.base import SMALLEST_SCALE, round_up_to_bfloat16
-from qkv.storage import Plane
+from qkv.planes import Plane
 
 QUANTIZED = [name for name in formats() if name != "none"]
 each_format = pytest.mark.parametrize("name", QUANTIZED)

@@ -22,7 +22,7 @@ PACKAGES = {"qkv": ROOT / "qkv", "qkv_eval": ROOT / "eval"}
 ORDER = (
     ("qkv.config", "qkv.native"),
     ("qkv.formats",),
-    ("qkv.storage", "qkv.scales", "qkv.view"),
+    ("qkv.planes", "qkv.head_scale", "qkv.storage", "qkv.scales", "qkv.view"),
     ("qkv.attention", "qkv.lazy"),
     ("qkv.cache",),
     ("qkv.hf",),
@@ -35,6 +35,8 @@ WITHOUT_TRANSFORMERS = (
     "qkv.config",
     "qkv.native",
     "qkv.formats",
+    "qkv.planes",
+    "qkv.head_scale",
     "qkv.storage",
     "qkv.view",
     "qkv.attention",

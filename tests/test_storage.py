@@ -18,7 +18,8 @@ from instruction_sets import INSTRUCTION_SETS, using
 
 from qkv.config import CacheConfig
 from qkv.formats import formats
-from qkv.storage import HEAD_ROOM, SEGMENT_TOKENS, WARM_UP_TOKENS, LayerStore
+from qkv.head_scale import HEAD_ROOM, WARM_UP_TOKENS
+from qkv.storage import SEGMENT_TOKENS, LayerStore
 from qkv.view import KVView
 
 QUANTIZED = [name for name in formats() if name != "none"]

@@ -47,7 +47,6 @@ class _Regions:
         self.moving = store.residual is not None
         self.runs = store.runs()
         self.array = _region_array(self.runs)
-        self.lengths = [run.length for run in self.runs]
 
     def refresh(self, store: LayerStore) -> None:
         # Without a residual window only the last segment grows while the version stays.

@@ -57,9 +57,10 @@ def late_mask(view: KVView, mask: torch.Tensor | None, q_len: int, start: int, r
     late = view.late
     if late is None:
         raise ValueError("late_mask is for a view with exact copies")
-    query = torch.arange(start, start + rows, device=view.device).unsqueeze(1) + (view.length - q_len)
-    key = torch.arange(view.length, device=view.device)
-    span = slice(late.first, late.first + late.segment.length)
+    end = view.first + view.length
+    query = torch.arange(start, start + rows, device=view.device).unsqueeze(1) + (end - q_len)
+    key = torch.arange(view.first, end, device=view.device)
+    span = slice(late.first - view.first, late.first - view.first + late.segment.length)
     stored = torch.ones(rows, view.length, dtype=torch.bool, device=view.device)
     stored[:, span] = late.stored(query, key[span])
     exact = ~stored[:, span]
