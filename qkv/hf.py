@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from qkv.attention import attention, dense
-from qkv.cache import ATTENTION_NAME
+from qkv.layers import ATTENTION_NAME
 from qkv.lazy import view_of
 from qkv.native import SlowPathWarning
 

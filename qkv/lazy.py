@@ -92,6 +92,8 @@ def _decoded_call(func: Any, args: Any, kwargs: Any) -> Any:
     def plain(x: PackedTensor) -> torch.Tensor:
         if id(x) not in decoded:
             decoded[id(x)] = x.decode()
+            if x.kv_view.on_served is not None:
+                x.kv_view.on_served("decoded")
         return decoded[id(x)]
 
     args, kwargs = tree_map_only(PackedTensor, plain, (args, kwargs or {}))

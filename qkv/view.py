@@ -70,9 +70,14 @@ class KVView:
         """Whether the runs of this view differ from those of its store."""
         return self._runs is not None
 
+    @property
+    def stale(self) -> bool:
+        """Whether the layer was updated since this view was made."""
+        return self.store.changes != self._changes
+
     def check(self) -> None:
         """Raises RuntimeError when the layer was updated since this view was made."""
-        if self.store.changes != self._changes:
+        if self.stale:
             raise RuntimeError(
                 f"this view of {self.length} tokens is out of date: its cache layer was updated since and holds "
                 f"{self.store.length} tokens by now"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import qkv
 
@@ -328,17 +328,15 @@ def test_stats_and_nbytes_count_everything(tiny_model: PreTrainedModel) -> None:
     )
 
 
-def test_layers_of_other_kinds_are_left_untouched_and_said_so() -> None:
-    config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
-    config.layer_types = ["full_attention", "sliding_attention"]
-    config.sliding_window = 4
+def test_a_layer_without_keys_is_left_untouched_and_said_so() -> None:
+    config = Lfm2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+    config.layer_types = ["full_attention", "conv"]
     cache = qkv.QKVCache(config, "int8")
-    for layer in range(2):
-        cache.update(torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16), layer)
+    cache.update(torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16), 0)
     rows = cache.stats()["layers"]
     assert [row["key_format"] for row in rows] == ["int8", "none"]
     assert rows[1]["backend"] == "untouched"
-    assert cache.is_sliding == [False, True]
+    assert cache.is_linear == [False, True]
 
 
 class Peak(TorchDispatchMode):

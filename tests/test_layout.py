@@ -24,7 +24,7 @@ ORDER = (
     ("qkv.formats",),
     ("qkv.planes", "qkv.head_scale", "qkv.storage", "qkv.scales", "qkv.view"),
     ("qkv.attention", "qkv.lazy"),
-    ("qkv.cache",),
+    ("qkv.layers", "qkv.cache"),
     ("qkv.hf",),
     ("qkv",),
     ("qkv.models", "qkv.named_caches"),

@@ -1,0 +1,341 @@
+"""The cache of one layer: transformers' contract for layers, over a packed store."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from qkv.config import CacheConfig
+from qkv.lazy import PackedTensor
+from qkv.native import SlowPathWarning
+from qkv.storage import LayerStore
+from qkv.view import KVView
+
+# The name under which hf.py registers the fused attention.
+ATTENTION_NAME = "qkv"
+
+
+class QKVLayer(CacheLayerMixin):
+    """The cache of one attention layer.
+
+    Args:
+        config: how to store, already that of this layer.
+        model_config: the model's configuration, which tells whether the fused attention is on; None: not known.
+        key_scale, value_scale: given static scales, float32 ``[kv_heads]``, or None.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        model_config: Any = None,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
+    ):
+        self.store = LayerStore(config, key_scale, value_scale, window=self.is_sliding)
+        self.model_config = model_config
+        self._view: KVView | None = None  # what `keys` and `values` show, until the next update
+        self.is_initialized = False
+        self.served: str | None = None  # the backend that attended last
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The keys, as :meth:`update` would hand them out: packed or decoded. None while the layer is empty.
+
+        Cross-attention takes the keys and values of the encoder from here at every step.
+        """
+        return self._stored(is_key=True)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The values, like :attr:`keys`."""
+        return self._stored(is_key=False)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the model's attention takes packed keys and values."""
+        return self.model_config is not None and self.model_config._attn_implementation == ATTENTION_NAME
+
+    def _stored(self, is_key: bool) -> torch.Tensor | None:
+        if self.store.shape is None:
+            return None
+        if not self.fused:
+            return self._whole_view().decode()[0 if is_key else 1]
+        if self._view is None or self._view.stale:
+            self._view = self._whole_view()
+            self._view.on_served = self._set_served
+        return PackedTensor(self._view, is_key)
+
+    def _whole_view(self) -> KVView:
+        return KVView(self.store)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 while the layer is empty."""
+        return self.store.shape[0] if self.store.shape is not None else -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes shapes, dtype and device from tensors ``[batch, kv_heads, any, head_dim]``; stores nothing."""
+        self.store.append(key_states[:, :, :0], value_states[:, :, :0])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new tokens; gives what attention is to use for all tokens.
+
+        Args:
+            key_states, value_states: ``[batch, kv_heads, n, head_dim]``.
+
+        Returns:
+            Keys and values ``[batch, kv_heads, length, head_dim]``: ordinary tensors, decoded, or where the model's
+            attention takes them packed, :class:`~qkv.lazy.PackedTensor`.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit; the layer is unchanged.
+        """
+        return self._hand_out(self._append(key_states, value_states))
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView:
+        late = self.store.append(key_states, value_states)
+        return KVView(self.store, late)
+
+    def _hand_out(self, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+        self.is_initialized = True
+        if self.model_config is None or self.fused:
+            view.on_served = self._set_served
+            return PackedTensor(view, is_key=True), PackedTensor(view, is_key=False)
+        self.served = "decoded"
+        if self.store.quantized:
+            _warn_unfused(self.model_config._attn_implementation)
+        return view.decode()
+
+    def _set_served(self, backend: str) -> None:
+        self.served = backend
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return self.store.length
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens."""
+        return self.store.length + query_length, 0
+
+    def reset(self) -> None:
+        """Forgets all tokens and every scale that was not given."""
+        self.store.reset()
+        self.is_initialized = False
+        self.served = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number (transformers' convention).
+
+        Raises:
+            ValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
+        self.store.crop(max(0, self.store.length + tokens_to_remove))
+
+    def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.store.map_batch(function)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Rearranges the batch for beam search: row i becomes the old row ``beam_idx[i]``."""
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row of the batch ``repeats`` times, copies side by side."""
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows ``indices`` of the batch."""
+        self._map_batch(lambda x: x[indices, ...])
+
+    def offload(self) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a qkv cache layer cannot be moved to another device yet")
+
+    def prefetch(self) -> None:
+        """Nothing is ever offloaded, so there is nothing to fetch."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QKVLayer:
+        fresh = type(self).__new__(type(self))
+        memo[id(self)] = fresh
+        # The model's configuration is shared: it says whether the fused attention is on, now and later.
+        kept = {"model_config": self.model_config, "_view": None}
+        fresh.__dict__.update({k: kept[k] if k in kept else deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return fresh
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_view": None}
+
+    def __repr__(self) -> str:
+        store = self.store
+        names = [f.name if f is not None else "none" for f in (store.key_format, store.value_format)]
+        return f"{type(self).__name__}(key={names[0]}, value={names[1]}, tokens={store.length})"
+
+
+class QKVSlidingLayer(QKVLayer):
+    """The cache of an attention layer with a sliding window, or of chunked attention.
+
+    It holds what the next query can see: the last ``sliding_window - 1`` tokens. Tokens leave in front without a copy;
+    their memory goes, a segment at a time.
+
+    Args:
+        sliding_window: tokens that a query sees, its own included.
+        others: as :class:`QKVLayer`.
+    """
+
+    is_sliding = True
+
+    def __init__(self, *others: Any, sliding_window: int):
+        super().__init__(*others)
+        self.sliding_window = sliding_window
+        self.record_past = False
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens leave only when :meth:`crop` is called, so that it can go back beyond the window."""
+        self.record_past = True
+
+    def _first_visible(self, length: int) -> int:
+        """Position of the first token that the query behind ``length`` tokens sees."""
+        return max(0, length - self.sliding_window + 1)
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView:
+        first = self._first_visible(self.store.length)
+        late = self.store.append(key_states, value_states)
+        view = KVView(self.store, late, first=first)
+        if not self.record_past:
+            self.store.drop_before(self._first_visible(self.store.length))
+        return view
+
+    def _whole_view(self) -> KVView:
+        return KVView(self.store, first=self._first_visible(self.store.length))
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self.sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens."""
+        first = self._first_visible(self.store.length)
+        return self.store.length - first + query_length, first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens, and then those in front that are out of the window.
+
+        Args:
+            tokens_to_remove: how many, as a negative number (transformers' convention).
+
+        Raises:
+            ValueError: a positive number.
+            RuntimeError: the window was full, and tokens that are needed again were not kept; see
+                :meth:`activate_past_recording`.
+        """
+        if self.store.length >= self.sliding_window and not self.record_past:
+            raise RuntimeError(
+                "a sliding window that was full cannot be cropped: the tokens that would be seen again are gone; call "
+                "activate_past_recording before the tokens come that are to be cropped"
+            )
+        super().crop(tokens_to_remove)
+        self.store.drop_before(self._first_visible(self.store.length))
+
+
+class QKVHybridLayer(QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The cache of a layer with both linear attention, whose states stay as they are, and full attention.
+
+    Args:
+        number_of_states: states of the linear attention.
+        others: as :class:`QKVLayer`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, *others: Any, number_of_states: int = 1):
+        QKVLayer.__init__(self, *others)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the attention part with two positional tensors, of the linear part with keywords."""
+        if args:
+            QKVLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def offload(self) -> None:
+        """Not supported, see :meth:`QKVLayer.offload`."""
+        QKVLayer.offload(self)
+
+    def prefetch(self) -> None:
+        """Nothing is ever offloaded."""
+
+    def reset(self) -> None:
+        """Forgets all tokens and states."""
+        LinearAttentionLayer.reset(self)
+        QKVLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Rearranges the batch of both parts for beam search."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        QKVLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens of both parts."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        QKVLayer.crop(self, tokens_to_remove)
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+
+def layer_like(plain: Any, *arguments: Any) -> Any:
+    """Our layer for a layer of ``DynamicCache``; that layer itself where there is nothing of ours for its kind.
+
+    Args:
+        plain: a layer of ``DynamicCache``, new.
+        arguments: as :class:`QKVLayer`.
+    """
+    kind = type(plain)  # exactly: what a model derives from these keeps something that we do not know
+    if kind is DynamicLayer:
+        return QKVLayer(*arguments)
+    if kind is DynamicSlidingWindowLayer:
+        return QKVSlidingLayer(*arguments, sliding_window=plain.sliding_window)
+    if kind is LinearAttentionAndFullAttentionLayer:
+        return QKVHybridLayer(*arguments, number_of_states=plain.number_of_states)
+    return plain
+
+
+def _warn_unfused(implementation: str) -> None:
+    warnings.warn(
+        f"qkv: the model's attention is {implementation!r}, so one layer at a time is decoded: correct, but slower; "
+        "call qkv.enable(model) for attention over the codes",
+        SlowPathWarning,
+        stacklevel=5,
+    )

@@ -1,0 +1,191 @@
+"""Every family of models: QKVCache against DynamicCache, step by step, past windows and chunks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, WINDOW
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+import qkv
+
+# Their attention cannot be replaced, or works on latents that are not keys: they get decoded tensors, by design.
+DECODED = {"GPT-J", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "DeepSeek-V3"}
+PIECES = [20, 9, *[1] * 19]
+
+pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
+
+
+def make_cache(model: PreTrainedModel, format: str | None, **options: Any) -> Any:
+    def one() -> Any:
+        if format is None:
+            return DynamicCache(config=model.config)
+        return qkv.QKVCache(model.config, format, **options)
+
+    return EncoderDecoderCache(one(), one()) if model.config.is_encoder_decoder else one()
+
+
+def decoder_part(cache: Any) -> Any:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+@torch.no_grad()
+def encoded(model: PreTrainedModel) -> dict[str, Any]:
+    if not model.config.is_encoder_decoder:
+        return {}
+    torch.manual_seed(3)
+    if model.config.model_type == "whisper":
+        return {"encoder_outputs": model.get_encoder()(torch.randn(2, 8, 80, dtype=model.dtype))}
+    return {"encoder_outputs": model.get_encoder()(torch.randint(3, VOCABULARY, (2, 12)))}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Any, pieces: list[int] = PIECES) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=generator)
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    extra = encoded(model)
+    return torch.cat(
+        [model(**{name: x}, past_key_values=cache, use_cache=True, **extra).logits for x in ids.split(pieces, dim=1)],
+        dim=1,
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[str, PreTrainedModel, torch.Tensor]:
+    model = FAMILIES[request.param]()
+    return request.param, model, logits(model, make_cache(model, None))
+
+
+def test_none_equals_dynamic_cache_bit_for_bit(family: tuple[str, PreTrainedModel, torch.Tensor]) -> None:
+    _, model, expected = family
+    qkv.disable(model)
+    assert torch.equal(logits(model, make_cache(model, "none")), expected)
+
+
+def test_none_with_the_fused_attention_is_within_2e_5(family: tuple[str, PreTrainedModel, torch.Tensor]) -> None:
+    name, model, expected = family
+    qkv.enable(model)
+    cache = make_cache(model, "none")
+    actual = logits(model, cache)
+    assert float((actual - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+    served = {row["backend"] for row in decoder_part(cache).stats()["layers"]} - {"untouched"}
+    assert served == ({"decoded"} if name in DECODED else {"cpu"})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_int8_is_close(family: tuple[str, PreTrainedModel, torch.Tensor], fused: bool) -> None:
+    name, model, expected = family
+    (qkv.enable if fused else qkv.disable)(model)
+    cache = make_cache(model, "int8")
+    actual = logits(model, cache)
+    # A bound on what is plainly wrong: half a step is 0.4% of a vector's largest number, and two layers, or the gates
+    # of Qwen3-Next, let it grow.
+    bound = 0.05 if name == "Qwen3-Next" else 0.025
+    assert float((actual - expected).abs().max()) <= bound * float(expected.abs().max())
+    assert not torch.equal(actual, expected)
+    assert cache.get_seq_length() == sum(PIECES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual_length": 5}, {"sink_tokens": 3, "residual_length": 2}, {"granularity": "head"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Cohere 2", "Llama 4", "Falcon-H1"])
+def test_windows_store_and_show_the_same_in_one_pass_pieces_and_steps(name: str, options: dict[str, Any]) -> None:
+    """Case 7, in double precision, where rounding decides nothing."""
+    model = qkv.enable(FAMILIES[name]().double())
+    options = {**options, "backend": "reference"}
+    whole = logits(model, make_cache(model, "int8", **options), [100])
+    for pieces in ([1] * 100, [40, 3, 50, 7]):
+        part = logits(model, make_cache(model, "int8", **options), pieces)
+        # Some families compute positions or norms in float32 whatever the model's type.
+        torch.testing.assert_close(part, whole, rtol=0, atol=2e-5)
+
+
+def window_layers(cache: Any) -> list[Any]:
+    return [layer for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True) if sliding]
+
+
+def test_a_window_holds_no_more_than_it_must() -> None:
+    model = qkv.enable(FAMILIES["Mistral"]())
+    cache = make_cache(model, "int8")
+    logits(model, cache, [300, *[1] * 300])
+    for layer in window_layers(cache):
+        assert layer.store.length == 600
+        assert layer.store.length - layer.store.first == WINDOW - 1
+        # Two segments at most, of 128 tokens: codes, a scale of 2 bytes, and 64 bytes behind each plane.
+        assert layer.store.nbytes() <= 2 * (2 * 2 * 2 * 128 * (16 + 2) + 2 * 64)
+        assert layer.keys.shape == (2, 2, WINDOW - 1, 16)
+    assert cache.stats()["tokens"] == 600
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 3"])
+@pytest.mark.parametrize("format", ["none", "int8"])
+def test_a_recorded_window_can_be_cropped_like_that_of_dynamic_cache(name: str, format: str) -> None:
+    """Case 6: what assisted decoding does."""
+    model = qkv.enable(FAMILIES[name]())
+    ids = torch.randint(3, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(2))
+
+    @torch.no_grad()
+    def run(cache: Any, record: bool) -> torch.Tensor:
+        if record:
+            cache.activate_past_recording()
+        model(ids[:, :30], past_key_values=cache)
+        if record:
+            cache.crop(0)
+            model(ids[:, 40:48], past_key_values=cache)
+            cache.crop(-8)
+            assert cache.get_seq_length() == 30
+        return model(ids[:, 30:40], past_key_values=cache).logits
+
+    assert torch.equal(run(make_cache(model, format), True), run(make_cache(model, format), False))
+
+
+def test_a_full_window_that_was_not_recorded_refuses_to_be_cropped() -> None:
+    model = FAMILIES["Mistral"]()
+    ours, theirs = make_cache(model, "int8"), make_cache(model, None)
+    for cache in (ours, theirs):
+        logits(model, cache, [30])
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-3)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "Falcon-H1", "T5"])
+def test_batch_operations_equal_those_of_dynamic_cache(name: str) -> None:
+    model = FAMILIES[name]()
+    ours, theirs = make_cache(model, "none"), make_cache(model, None)
+    for cache in (ours, theirs):
+        logits(model, cache, [25, 1])
+        if name != "Falcon-H1":  # transformers' hybrid layers repeat and select their attention part only
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([5, 0, 2, 1]))
+        cache.reorder_cache(torch.tensor([1, 0, 1, 1][: 2 if name == "Falcon-H1" else 4]))
+    for our_layer, their_layer in zip(decoder_part(ours).layers, decoder_part(theirs).layers, strict=True):
+        assert torch.equal(our_layer.keys, their_layer.keys)
+        assert torch.equal(our_layer.values, their_layer.values)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 3", "Llama 4", "BART"])
+def test_a_deep_copy_in_the_middle_of_a_window_continues_the_same(name: str) -> None:
+    model = qkv.enable(FAMILIES[name]())
+    cache = make_cache(model, "int8")
+    logits(model, cache, [50])
+    twin = copy.deepcopy(cache)
+    assert torch.equal(logits(model, cache, [7, 1]), logits(model, twin, [7, 1]))
+
+
+@pytest.mark.parametrize("name", sorted(DECODED))
+def test_a_family_that_cannot_be_fused_says_so(name: str) -> None:
+    """Case 13."""
+    model = FAMILIES[name]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qkv.enable(model)
+        logits(model, make_cache(model, "int8"), [5, 1])
+    assert any(issubclass(w.category, qkv.SlowPathWarning) for w in caught)
