@@ -13,27 +13,35 @@ import qkv
 PROMPT = "Explain to a child, in a friendly voice, why the sky is blue."
 
 
-def write(model: PreTrainedModel, tokenizer: Any, cache: Any, tokens: int) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, tokenize=False
-    )
-    inputs = tokenizer(text, return_tensors="pt")
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
+def write(model: PreTrainedModel, prompt: torch.Tensor, cache: Any, tokens: int) -> torch.Tensor:
+    return model.generate(prompt, past_key_values=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
 
 def test_greedy_text_of_200_tokens_is_the_same_with_none_and_nearly_with_int8(smollm2: Any) -> None:
+    """Nearly: along the unquantized text int8 would choose the same token, but for a few that were almost tied."""
     model, tokenizer = smollm2
-    expected = write(model, tokenizer, DynamicCache(config=model.config), 200)
-    assert write(model, tokenizer, qkv.QKVCache(model.config, "none"), 200) == expected
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, tokenize=False
+    )
+    prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+    expected = write(model, prompt, DynamicCache(config=model.config), 200)
+    assert torch.equal(write(model, prompt, qkv.QKVCache(model.config, "none"), 200), expected)
+    with torch.no_grad():
+        exact = model(expected).logits[0, prompt.shape[1] - 1 : -1].softmax(-1)
     qkv.enable(model)
-    none = qkv.QKVCache(model.config, "none")
-    assert write(model, tokenizer, none, 200) == expected
-    int8 = qkv.QKVCache(model.config, "int8")
-    written = write(model, tokenizer, int8, 200)
-    assert {row["backend"] for row in int8.stats()["layers"]} == {"cpu"}
-    same = next((i for i, (a, b) in enumerate(zip(written, expected, strict=True)) if a != b), 200)
-    assert same >= 50, f"the first different token is number {same}: {tokenizer.decode(written)}"
+    assert torch.equal(write(model, prompt, qkv.QKVCache(model.config, "none"), 200), expected)
+    cache = qkv.QKVCache(model.config, "int8")
+    with torch.no_grad():
+        steps = [model(prompt, past_key_values=cache).logits[0, -1]]
+        for token in expected[0, prompt.shape[1] : -1]:
+            steps.append(model(token.view(1, 1), past_key_values=cache).logits[0, -1])
+    assert {row["backend"] for row in cache.stats()["layers"]} == {"cpu"}
+    chosen = torch.stack(steps).argmax(-1)
+    different = (chosen != expected[0, prompt.shape[1] :]).nonzero().flatten().tolist()
+    assert len(different) <= 6, f"{len(different)} of 200 tokens differ"  # 3%; 1.3% were measured on WikiText-2
+    for i in different:
+        lost = float(exact[i].max() - exact[i, chosen[i]])
+        assert lost < 0.1, f"token {i}: {lost:.3f} less likely than the one without quantization"
 
 
 def test_int8_and_fp8_move_the_predictions_as_little_as_measured(smollm2: Any) -> None:
