@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.config import CacheConfig
 from qkv.formats import formats
+from qkv.formats import register as register_format
 from qkv.native import SlowPathWarning
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats"]
+__all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats", "register_format"]
 
 # What needs transformers comes on first use: it takes seconds to import, and `qkv --help` need not wait for it.
 _LATE = {"QKVCache": "qkv.cache", "disable": "qkv.hf", "enable": "qkv.hf"}
@@ -35,3 +36,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LATE[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

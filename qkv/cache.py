@@ -25,6 +25,9 @@ class QKVCache(DynamicCache):
     as transformers keeps them; ``stats()`` says so. It is a ``DynamicCache`` so that code that asks for one takes it,
     and so that it can be a part of an ``EncoderDecoderCache``; nothing of that class's storage is used.
 
+    An encoder-decoder model wants two, as with transformers' caches: ``EncoderDecoderCache(QKVCache(config),
+    QKVCache(config))``.
+
     Args:
         config: the model's configuration (``model.config``); None: layers are made as they are used, all plain.
         format: a format name (see :func:`qkv.formats`), the path of a YAML file, or a :class:`qkv.CacheConfig`.
@@ -69,12 +72,18 @@ class QKVCache(DynamicCache):
         given = scales if isinstance(scales, Mapping) else self.config.scales
         self._scales = load_scales(given) if given is not None else {}
         self._model_config: Any = None
+        self._said_unfused: list[bool] = []
         if config is None:
             self._check_layer_indices(None)
             # Tries the description out, so that a mistake in it shows here and not in the first update.
             self._new_layer(0)
             Cache.__init__(self, layers=[])
             return
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(
+                f"the first argument is the model's configuration, model.config, not {type(config).__name__}; the "
+                'format comes second: QKVCache(model.config, "int8")'
+            )
         self._model_config = config.get_text_config(decoder=True)
         _check_model(self._model_config)
         plain = DynamicCache(config=config)
@@ -94,7 +103,10 @@ class QKVCache(DynamicCache):
         """Our layer for a layer of ``DynamicCache``; where that is None, one of plain attention."""
         key_scale, value_scale = (self._scales.get(f"layers.{index}.{kind}_scale") for kind in ("key", "value"))
         arguments = (self.config.for_layer(index), self._model_config, key_scale, value_scale)
-        return QKVLayer(*arguments) if plain is None else layer_like(plain, *arguments)
+        layer = QKVLayer(*arguments) if plain is None else layer_like(plain, *arguments)
+        if isinstance(layer, QKVLayer):
+            layer.said_unfused = self._said_unfused
+        return layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -57,7 +57,12 @@ def disable(model: Any) -> Any:
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: not a transformers model.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"disable takes a transformers model, not {type(model).__name__}")
     previous = getattr(model, "_qkv_previous_attention", None)
     if previous is not None:
         model.set_attn_implementation(previous)
@@ -101,6 +106,12 @@ def attention_forward(
     Returns:
         ``[batch, q_len, q_heads, head_dim]``, and None (no attention weights).
     """
+    if kwargs.get("output_attentions"):
+        warnings.warn(
+            "the fused attention makes no attention weights; for output_attentions use "
+            "model.set_attn_implementation('eager')",
+            stacklevel=2,
+        )
     view = view_of(key, value)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if view is None:

@@ -47,6 +47,7 @@ class QKVLayer(CacheLayerMixin):
     ):
         self.store = LayerStore(config, key_scale, value_scale, window=self.is_sliding)
         self.model_config = model_config
+        self.said_unfused: list[bool] = []  # not empty: the warning was given; shared by the layers of a cache
         self._view: KVView | None = None  # what `keys` and `values` show, until the next update
         self.is_initialized = False
         self.served: str | None = None  # the backend that attended last
@@ -119,7 +120,8 @@ class QKVLayer(CacheLayerMixin):
             view.on_served = self._set_served
             return PackedTensor(view, is_key=True), PackedTensor(view, is_key=False)
         self.served = "decoded"
-        if self.store.quantized:
+        if self.store.quantized and not self.said_unfused:
+            self.said_unfused.append(True)
             _warn_unfused(self.model_config._attn_implementation)
         return view.decode()
 

@@ -119,8 +119,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "switched off by QKV_KERNELS=off"
     folder = Path(__file__).parent
     files = sorted(p for p in folder.glob("_kernels*") if p.suffix in (".so", ".pyd", ".dylib"))
+    if not files and (folder.parent / "setup.py").exists():
+        return None, f"{folder} is the source folder, and nothing is built in it; run: pip install -e {folder.parent}"
     if not files:
-        return None, "the C++ kernels were not built (no compiler when qkv was installed?)"
+        return None, "the C++ kernels were not built: there was no C++ compiler when qkv was installed"
     _share_openmp()
     try:
         lib = ctypes.CDLL(str(files[0]))

@@ -382,7 +382,8 @@ class LayerStore:
         value_scale: torch.Tensor | None,
     ) -> Segment:
         small = self._window or (self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS)
-        capacity = SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS
+        # The first segments of a short cache are small, so that it is never much larger than what it holds.
+        capacity = min(SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS, -(-self.length // 32) * 32)
         planes = []
         sides = ((keys, self.key_format, key_scale, True), (values, self.value_format, value_scale, False))
         for x, format, scale, is_key in sides:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import qkv
+from qkv.formats.base import Format
 from qkv.lazy import PackedTensor, view_of
 from qkv.storage import LayerStore
 from qkv.view import KVView
+
+registry: Any = sys.modules["qkv.formats"]  # `qkv.formats` is the function of that name
 
 
 def packed(n: int = 20, dtype: torch.dtype = torch.float32) -> tuple[PackedTensor, PackedTensor]:
@@ -53,6 +58,60 @@ def test_disable_gives_back_the_attention_that_was_there(tiny_model: PreTrainedM
 def test_enable_refuses_what_is_no_model() -> None:
     with pytest.raises(ValueError, match="transformers model"):
         qkv.enable(torch.nn.Linear(2, 2))
+
+
+def test_disable_refuses_what_is_no_model() -> None:
+    with pytest.raises(ValueError, match="transformers model"):
+        qkv.disable(None)
+
+
+@pytest.fixture
+def toy_format() -> Iterator[str]:
+    """A format of ours that the compiled kernel does not know."""
+
+    class Toy(Format):
+        name = "toy"
+        bits = 8
+        code_dtype = torch.int8
+        largest = 63.0
+
+        def round(self, scaled: torch.Tensor) -> torch.Tensor:
+            return torch.round(scaled).to(torch.int8)
+
+    qkv.register_format(Toy)
+    yield "toy"
+    del registry._table["toy"]
+
+
+def test_a_new_format_works_at_once_and_says_that_it_is_slow(toy_format: str, tiny_model: PreTrainedModel) -> None:
+    assert toy_format in qkv.formats()
+    qkv.enable(tiny_model)
+    cache = qkv.QKVCache(tiny_model.config, toy_format, residual_length=3)
+    with torch.no_grad(), pytest.warns(qkv.SlowPathWarning, match="does not read toy"):
+        tiny_model(torch.tensor([[5]]), past_key_values=cache)
+    assert cache.stats()["layers"][0]["backend"] == "dense"
+    insisting = qkv.QKVCache(tiny_model.config, toy_format, backend="cpu")
+    with torch.no_grad(), pytest.raises(ValueError, match="does not read toy"):
+        tiny_model(torch.tensor([[5]]), past_key_values=insisting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 4}, "bits must be 8"),
+        ({"code_dtype": torch.int16}, "one byte"),
+        ({"code_dtype": torch.uint8}, "stand for themselves"),
+        ({"name": "int8"}, "registered already"),
+        ({"name": None}, "needs a `name`"),
+    ],
+    ids=str,
+)
+def test_a_format_that_is_not_what_it_says_is_refused(changes: dict[str, Any], message: str) -> None:
+    values = {"name": "toy", "bits": 8, "code_dtype": torch.int8, "largest": 63.0, **changes}
+    values["round"] = lambda self, scaled: torch.round(scaled).to(self.code_dtype)
+    with pytest.raises(ValueError, match=message):
+        qkv.register_format(type("Toy", (Format,), values))
+    assert "toy" not in qkv.formats()
 
 
 def test_a_cache_made_before_enable_uses_it(tiny_model: PreTrainedModel) -> None:

@@ -10,9 +10,12 @@ signature. ``auto`` takes the first that can serve, and decodes a layer for torc
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from qkv.attention import cpu, dense, reference
+from qkv.native import SlowPathWarning
 from qkv.view import KVView
 
 __all__ = ["attention", "choose"]
@@ -28,18 +31,20 @@ def choose(query: torch.Tensor, view: KVView, backend: str = "auto") -> str:
     """
     if backend == "reference":
         return backend
-    if backend == "auto":
-        for module in _fused.values():
-            if module.supports(query, view) is None and module.available() is None:
-                return module.name
-        return "dense"
-    if backend not in _fused:
+    if backend != "auto" and backend not in _fused:
         raise ValueError(f"unknown backend {backend!r}; use one of auto, {', '.join(_fused)}, reference")
-    missing = _fused[backend].available()
-    if missing is not None:
-        raise ValueError(f"backend {backend!r} cannot be used: {missing}")
-    # Prompts are no task of a decoding kernel, whichever is asked for.
-    return backend if _fused[backend].supports(query, view) is None else "dense"
+    if query.shape[2] > cpu.MAX_QUERIES:
+        return "dense"  # a prompt is no task of a decoding kernel, whichever is asked for
+    for module in _fused.values() if backend == "auto" else (_fused[backend],):
+        missing = module.available() or module.supports(query, view)
+        if missing is None:
+            return module.name
+        if backend != "auto":
+            raise ValueError(f"backend {backend!r} cannot be used: {missing}")
+        # Of a missing library native.py has spoken already, or the user wanted it so.
+        if module.available() is None:
+            warnings.warn(f"qkv: a layer is decoded at every step: {missing}", SlowPathWarning, stacklevel=3)
+    return "dense"
 
 
 def attention(

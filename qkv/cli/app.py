@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         status = build_app()(args=arguments, prog_name="qkv", standalone_mode=False)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except typer.TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
