@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import copy
 import gc
 import pickle
@@ -605,7 +606,7 @@ def test_a_short_store_has_little_room_to_spare() -> None:
     sizes = [filled(CacheConfig("int8"), kv(n)).nbytes() for n in (16, 32, 64, 128, 256)]
     assert sizes[0] == sizes[1]
     # The 64 bytes behind each plane weigh most in the smallest.
-    assert all(a < b < 2.1 * a for a, b in zip(sizes[1:], sizes[2:], strict=False))
+    assert all(a < b < 2.1 * a for a, b in itertools.pairwise(sizes[1:]))
 
 
 # ---- crop, and changes of the batch --------------------------------------------------------------------------------
