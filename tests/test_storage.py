@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import copy
 import gc
+import itertools
 import pickle
 from itertools import pairwise
 from typing import Any
