@@ -1,0 +1,159 @@
+"""The whole contract of transformers' caches: every public name is looked at, and answers what DynamicCache answers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny_model
+from families import FAMILIES
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+import qkv
+from qkv.layers import QKVLayer, QKVSlidingLayer
+
+# Names that we inherit, and why what is inherited is right on packed state.
+INHERITED: dict[str, str] = {
+    "activate_past_recording": "asks each layer that has it",
+    "batch_repeat_interleave": "asks each layer",
+    "batch_select_indices": "asks each layer",
+    "batch_size": "asks each layer that has it",
+    "crop": "asks each layer",
+    "early_initialization": "calls lazy_initialization of each layer",
+    "get_conv_state": "of linear layers, which are transformers' own",
+    "get_mask_sizes": "asks the layer",
+    "get_max_length": "asks the layers",
+    "get_query_offset": "is get_seq_length",
+    "get_recurrent_state": "of linear layers",
+    "get_seq_length": "asks the layer",
+    "has_previous_state": "of linear layers",
+    "is_compileable": "asks each layer",
+    "is_croppable": "asks each layer",
+    "is_dummy": "by the class of each layer, which stays for layers that keep nothing",
+    "is_initialized": "asks each layer",
+    "is_linear": "by the class of each layer, from which ours of that kind derives",
+    "is_recording_past": "asks the layer",
+    "is_sliding": "asks each layer",
+    "offload": "asks the layer, which refuses",
+    "prefetch": "only with offloading, which there is not",
+    "reorder_cache": "asks each layer",
+    "reset": "asks each layer",
+    "supports_early_init": "true: lazy_initialization takes shapes and stores nothing",
+    "update_conv_state": "of linear layers",
+    "update_indexer": "of layers with an indexer, which are transformers' own",
+    "update_recurrent_state": "of linear layers",
+}
+
+
+def public_names(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")} - set(dir(object))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (qkv.QKVCache, Cache),
+        (qkv.QKVCache, DynamicCache),
+        (QKVLayer, CacheLayerMixin),
+        (QKVLayer, DynamicLayer),
+        (QKVSlidingLayer, DynamicSlidingWindowLayer),
+    ],
+)
+def test_every_public_name_of_a_base_class_is_ours_or_was_looked_at(ours: type, theirs: type) -> None:
+    """A new release of transformers with a new method fails here, and somebody looks at it."""
+    own = {name for kind in ours.__mro__ if kind.__module__.startswith("qkv.") for name in vars(kind)}
+    assert public_names(theirs) - own - set(INHERITED) == set()
+
+
+def answers(cache: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: getattr(cache, name)
+        for name in ("is_compileable", "is_croppable", "is_dummy", "is_initialized", "is_linear", "is_sliding")
+    }
+    found["len"] = len(cache)
+    found["max"] = cache.get_max_length()
+    for layer, linear in enumerate(cache.is_linear):
+        found[f"recording {layer}"] = cache.is_recording_past(layer)
+        if not linear:
+            found[f"length {layer}"] = cache.get_seq_length(layer)
+            found[f"offset {layer}"] = cache.get_query_offset(layer)
+            found[f"mask {layer}"] = [cache.get_mask_sizes(n, layer) for n in (1, 3, 20)]
+            found[f"max {layer}"] = cache.get_max_length(layer)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "Llama 4", "LFM2", "Falcon-H1"])
+@pytest.mark.parametrize("record", [False, True])
+def test_it_answers_what_dynamic_cache_answers(name: str, record: bool) -> None:
+    model = FAMILIES[name]()
+    ours, theirs = qkv.QKVCache(model.config, "none"), DynamicCache(config=model.config)
+    assert answers(ours) == answers(theirs)
+    if record:
+        for cache in (ours, theirs):
+            cache.activate_past_recording()
+    for n in (5, 1, 12, 1, 30, 1, 1):
+        ids = torch.randint(3, 90, (2, n))
+        with torch.no_grad():
+            for cache in (ours, theirs):
+                model(ids, past_key_values=cache)
+        assert answers(ours) == answers(theirs)
+        if record and ours.is_croppable:
+            for cache in (ours, theirs):
+                cache.crop(-1)
+            assert answers(ours) == answers(theirs)
+    for cache in (ours, theirs):
+        cache.reset()
+    assert answers(ours) == answers(theirs)
+
+
+def test_early_initialization_takes_shapes_and_stores_nothing(tiny_model: PreTrainedModel) -> None:
+    cache = qkv.QKVCache(tiny_model.config, "int8")
+    cache.early_initialization(2, 1, 16, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="batch is 1"):
+        cache.update(torch.zeros(1, 1, 3, 16), torch.zeros(1, 1, 3, 16), 0)
+    cache.update(torch.zeros(2, 1, 3, 16), torch.zeros(2, 1, 3, 16), 0)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "prompt look-up": {"prompt_lookup_num_tokens": 4},
+    "assisted": {"assistant_model": None},
+    "chunked prefill": {"prefill_chunk_size": 16},
+    "a dictionary": {"return_dict_in_generate": True},
+    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "a penalty": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["tiny Llama", "Mistral", "Gemma 3"])
+@pytest.mark.parametrize("format", ["none", "int8"])
+def test_a_mode_of_generation_gives_what_plain_steps_over_the_same_format_give(
+    mode: str, name: str, format: str
+) -> None:
+    """In double precision. Modes that change the way and not the result are held against plain greedy steps."""
+    model = (make_tiny_model() if name == "tiny Llama" else FAMILIES[name]()).double()
+    # A repetitive prompt, so that look-up finds something.
+    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(4)).repeat(1, 4)
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **MODES[mode]}
+    if mode == "assisted":
+        options["assistant_model"] = copy.deepcopy(model)
+        with torch.no_grad():  # an assistant that is often wrong, so that tokens are taken back
+            for weight in options["assistant_model"].parameters():
+                weight += 0.01 * torch.randn_like(weight)
+    changes_the_result = mode in ("several answers", "a penalty")
+    plain = options if changes_the_result else {k: v for k, v in options.items() if k not in MODES[mode]}
+
+    def run(cache: Any, chosen: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(7)
+        out = model.generate(ids, past_key_values=cache, **chosen)
+        return out if isinstance(out, torch.Tensor) else out.sequences
+
+    expected = run(DynamicCache(config=model.config) if format == "none" else qkv.QKVCache(model.config, format), plain)
+    qkv.enable(model)
+    actual = run(qkv.QKVCache(model.config, format, backend="reference"), options)
+    assert torch.equal(actual, expected)
