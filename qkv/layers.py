@@ -278,7 +278,7 @@ class QKVHybridLayer(QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: i
     """
 
     is_compileable = False
-    is_croppable = LinearAttentionLayer.is_croppable  # type: ignore[assignment]
+    is_croppable = LinearAttentionLayer.is_croppable
 
     def __init__(self, *others: Any, number_of_states: int = 1):
         QKVLayer.__init__(self, *others)
