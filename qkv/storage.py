@@ -111,14 +111,16 @@ class LayerStore:
         self._value_head = self._head_scale(self.value_format, self.value_granularity, value_scale)
         self._given = (key_scale, value_scale)
         # Whether every token is encoded as soon as it comes: what a decoding step can then do without looking further.
-        self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and self.warm == 0
+        heads = self._key_head is not None or self._value_head is not None
+        self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and not heads
+        self.kernel_call: object | None = None
         self.kernel_regions: object | None = None  # what the attention kernel keeps between steps, see attention/cpu.py
         self.version = 0  # changes whenever memory is allocated, moved or dropped
         self.changes = 0  # updates of any kind
         self._clear()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "kernel_regions": None}  # holds addresses of this process, of these tensors
+        return {**self.__dict__, "kernel_regions": None, "kernel_call": None}  # addresses of this process
 
     def _granularity(self, format: Format | None, scale: torch.Tensor | None) -> str | None:
         if format is None:
@@ -141,6 +143,8 @@ class LayerStore:
 
     def _clear(self) -> None:
         self.length = self.first = 0
+        # Shapes of one token's keys and values where nothing but appending is to be done with it; else nothing.
+        self._one_token: tuple[torch.Size | None, torch.Size | None] = (None, None)
         self.shape: tuple[int, int, int, int] | None = None  # batch, kv_heads, key_dim, value_dim
         self.sink: Segment | None = None
         self.packed: list[Segment] = []
@@ -220,6 +224,8 @@ class LayerStore:
         Raises:
             ValueError: shapes or types that do not fit; the store is unchanged.
         """
+        if keys.shape == self._one_token[0] and values.shape == self._one_token[1] and self._append_one(keys, values):
+            return None
         self.check(keys, values)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()  # a cache must not keep a graph alive
@@ -230,9 +236,6 @@ class LayerStore:
         first_packed = self.first + self._sink_length() + self.packed_length
         self.length += n
         self.changes += 1
-        if n == 1 and self._only_packed:
-            self._pack(keys, values)
-            return None
         into_sink = min(n, max(0, self.config.sink_tokens - before))
         if into_sink:
             self.sink = self._with_room(self.sink, keys, values, into_sink, self.config.sink_tokens)
@@ -270,12 +273,34 @@ class LayerStore:
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
         return Late(exact, first_packed + into_sink, self.config.residual_length, warm)
 
+    def _append_one(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """The usual step of decoding, without a look at anything that it does not need; False: it is not this one.
+
+        Every microsecond here is paid in every layer and step, with cold memory.
+        """
+        segment = self.packed[-1] if self._open else None
+        if segment is None or segment.room == 0 or keys.requires_grad or values.requires_grad:
+            return False
+        if not (keys.dtype == values.dtype == self.dtype and keys.device == values.device == self.device):
+            return False
+        segment.append(keys, values)
+        self.length += 1
+        self.packed_length += 1
+        self.changes += 1
+        return True
+
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
         self.dtype, self.device = keys.dtype, keys.device
+        self._set_one_token()
         for scale in (self._key_head, self._value_head):
             if scale is not None:
                 scale.begin(keys.shape[0], keys.device)
+
+    def _set_one_token(self) -> None:
+        if self._only_packed and self.shape is not None:
+            batch, heads, key_dim, value_dim = self.shape
+            self._one_token = (torch.Size((batch, heads, 1, key_dim)), torch.Size((batch, heads, 1, value_dim)))
 
     def _tokens_to_keep(self) -> int:
         if not self._encoded and self.length < self.warm:
@@ -454,6 +479,7 @@ class LayerStore:
             if scale is not None:
                 scale.map(function)
         self.shape = (batch, *self.shape[1:])
+        self._set_one_token()
         self.version += 1
         self.changes += 1
 

@@ -81,6 +81,26 @@ def _regions(view: KVView) -> tuple[Any, int]:
     return cached.array, len(cached.runs)
 
 
+def _arguments(store: LayerStore, batch: int, heads: int, kv_heads: int, *rest: Any) -> native.Attend:
+    """The kernel's arguments with the sizes filled in; kept with the store, since they rarely change."""
+    sizes = (batch, heads, kv_heads, *rest)
+    kept = cast("tuple[tuple[Any, ...], native.Attend] | None", store.kernel_call)
+    if kept is not None and kept[0] == sizes:
+        return kept[1]
+    q_len, key_dim, value_dim, dtype = rest
+    args = native.Attend(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        q_len=q_len,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        query_dtype=native.FLOAT_IDS[dtype],
+    )
+    store.kernel_call = (sizes, args)
+    return args
+
+
 def attend(
     query: torch.Tensor,
     view: KVView,
@@ -104,23 +124,17 @@ def attend(
         mask, causal = late_mask(view, mask, q_len, 0, q_len, causal), False
     regions, count = _regions(view)
     out = torch.empty(batch, q_len, heads, value_dim, dtype=query.dtype, device=query.device)
-    args = native.Attend(
-        query=query.data_ptr(),
-        out=out.data_ptr(),
-        regions=ctypes.addressof(regions),
-        batch=batch,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        q_len=q_len,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        n_regions=count,
-        softmax_scale=softmax_scale,
-        softcap=softcap or 0.0,
-        query_dtype=native.FLOAT_IDS[query.dtype],
-        causal=causal and q_len > 1 and mask is None,
-        threads=torch.get_num_threads(),
-    )
+    args = _arguments(view.store, batch, heads, kv_heads, q_len, key_dim, value_dim, query.dtype)
+    args.query = query.data_ptr()
+    args.out = out.data_ptr()
+    args.regions = ctypes.addressof(regions)
+    args.n_regions = count
+    args.softmax_scale = softmax_scale
+    args.softcap = softcap or 0.0
+    args.causal = causal and q_len > 1 and mask is None
+    args.threads = torch.get_num_threads()
+    args.mask_kind = native.MASK_NONE
+    args.mask = args.sinks = args.query_packed = args.packed_bias = None
     args.query_stride[:] = query.stride()[:3]
     keep = []  # what the addresses point to must live until the call is over
     if mask is not None:
