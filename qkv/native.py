@@ -87,6 +87,22 @@ class Rows(Structure):
     ]
 
 
+class Append(Structure):
+    """``QkvAppend``: one token's keys and values for one segment."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("offset", c_int64),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("key_rows", Rows),
+        ("value_rows", Rows),
+        ("key", Plane),
+        ("value", Plane),
+    ]
+
+
 _library: ctypes.CDLL | None = None
 _status: str | None = None  # why there is no library, or the instruction set; None: not tried yet
 
@@ -135,6 +151,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     lib.qkv_isa.restype = c_char_p
     lib.qkv_select.argtypes = [c_char_p]
     lib.qkv_attend.argtypes = [POINTER(Attend)]
+    lib.qkv_append.argtypes = [POINTER(Append)]
     codec: list[Any] = [POINTER(Rows), POINTER(Plane), c_int32, c_int64, c_int64, c_int64, c_int64, c_int32]
     lib.qkv_encode.argtypes = codec
     lib.qkv_decode.argtypes = codec

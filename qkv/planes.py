@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -174,15 +175,38 @@ class Segment:
         start: index of the first stored token; those before it have left (a residual or a sliding window).
     """
 
-    __slots__ = ("capacity", "key", "length", "start", "value")
+    __slots__ = ("_step", "capacity", "key", "length", "start", "value")
 
     def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0):
+        self._step: _Step | None = None
         self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.key.write(self.start + self.length, keys)
         self.value.write(self.start + self.length, values)
         self.length += keys.shape[2]
+
+    def append_one(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As :meth:`append`, for one token of the dtype and device of the planes; there must be room."""
+        step = self._step
+        if step is None or not step.fits(self, keys, values):
+            step = self._step = _Step.of(self, keys, values)
+        if step is None:
+            self.append(keys, values)
+            return
+        args = step.args
+        args.keys, args.values, args.offset = keys.data_ptr(), values.data_ptr(), self.start + self.length
+        if step.function(args) != 0:
+            raise RuntimeError("the compiled codec refused its arguments")
+        self.length += 1
+
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        return None, {name: getattr(self, name) for name in self.__slots__ if name != "_step"}
+
+    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
+        self._step = None
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def rows(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``n`` tokens of an unquantized segment, as views."""
@@ -207,3 +231,40 @@ class Segment:
 
     def planes(self) -> tuple[Plane, Plane]:
         return self.key, self.value
+
+
+class _Step:
+    """What a step of decoding tells the codec, kept from step to step: only addresses and the place change."""
+
+    __slots__ = ("args", "function", "planes", "strides")
+
+    def __init__(self, function: Callable[..., int], args: native.Append, planes: tuple[Any, Any], strides: Any):
+        self.function, self.args, self.planes, self.strides = function, args, planes, strides
+
+    @classmethod
+    def of(cls, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> _Step | None:
+        """None where the compiled codec does not serve."""
+        lib = native.library() if keys.device.type == "cpu" else None
+        planes = segment.planes()
+        if lib is None or keys.dtype not in native.FLOAT_IDS or any(plane._native_id() is None for plane in planes):
+            return None
+        if keys.stride(3) != 1 or values.stride(3) != 1:
+            return None
+        made = tuple(plane.native() for plane in planes)
+        number = native.FLOAT_IDS[keys.dtype]
+        args = native.Append(
+            batch=keys.shape[0],
+            heads=keys.shape[1],
+            key_rows=native.Rows(None, keys.stride()[:3], keys.shape[3], number),
+            value_rows=native.Rows(None, values.stride()[:3], values.shape[3], number),
+            key=made[0],
+            value=made[1],
+        )
+        return cls(lib.qkv_append, args, (made[0], made[1]), (keys.stride(), values.stride()))
+
+    def fits(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the planes are where they were, and the rows lie as they did."""
+        key, value = self.planes
+        if key is not segment.key._native or value is not segment.value._native:
+            return False
+        return (keys.stride(), values.stride()) == self.strides

@@ -283,7 +283,7 @@ class LayerStore:
             return False
         if not (keys.dtype == values.dtype == self.dtype and keys.device == values.device == self.device):
             return False
-        segment.append(keys, values)
+        segment.append_one(keys, values)
         self.length += 1
         self.packed_length += 1
         self.changes += 1

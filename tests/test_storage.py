@@ -851,3 +851,22 @@ def test_a_copy_equals_the_original_and_shares_nothing_with_it(config: CacheConf
     fresh.append(*other)
     assert_same(store, filled(config, tuple(torch.cat(x, dim=2) for x in zip(pair, more, strict=True))))
     assert_same(fresh, filled(config, tuple(torch.cat(x, dim=2) for x in zip(pair, other, strict=True))))
+
+
+def test_single_tokens_of_changing_strides_are_stored_like_all_at_once() -> None:
+    """What a step keeps from the last one must not outlive the memory or the shape that it was made for."""
+    pair = kv(40, batch=2)
+    store, whole = LayerStore(CacheConfig("int8")), filled(CacheConfig("int8"), pair)
+    store.append(*part(pair, 0, 1))
+    for t in range(1, 40):
+        keys, values = part(pair, t, t + 1)
+        if t % 3 == 1:
+            keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+        if t % 5 == 2:
+            values = values.repeat(1, 1, 2, 1)[:, :, :1]
+        if t % 7 == 3:
+            store.map_batch(lambda x: x.clone())
+        if t % 11 == 5:
+            store = copy.deepcopy(store)
+        store.append(keys, values)
+    assert_same(store, whole)

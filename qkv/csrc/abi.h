@@ -69,12 +69,23 @@ struct QkvRows {
   int32_t reserved;
 };
 
+// One token's keys and values, to be encoded into one segment: all that a step of decoding has to say in one argument.
+struct QkvAppend {
+  void* keys;    // as key_rows.rows and value_rows.rows, which are not looked at
+  void* values;
+  int64_t offset, batch, heads;
+  QkvRows key_rows, value_rows;
+  QkvPlane key, value;
+};
+
 // Each returns 0, or a negative number when an argument is outside what the kernels serve.
 int qkv_attend(const QkvAttend* args);
 int qkv_encode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64_t batch, int64_t heads, int64_t n,
                int64_t offset, int32_t threads);
 int qkv_decode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64_t batch, int64_t heads, int64_t n,
                int64_t offset, int32_t threads);
+
+int qkv_append(const QkvAppend* args);
 
 // "avx512", "avx2" or "portable": what this processor is served with. qkv_select forces one (tests); it returns 0,
 // or -1 when the processor or the build lacks it.

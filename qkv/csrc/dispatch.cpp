@@ -66,6 +66,15 @@ int qkv_decode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64
   return current()->table->decode(*rows, *plane, is_key != 0, batch, heads, n, offset, threads);
 }
 
+int qkv_append(const QkvAppend* args) {
+  const KernelTable& table = *current()->table;
+  QkvRows keys = args->key_rows, values = args->value_rows;
+  keys.rows = args->keys;
+  values.rows = args->values;
+  const int code = table.encode(keys, args->key, true, args->batch, args->heads, 1, args->offset, 1);
+  return code ? code : table.encode(values, args->value, false, args->batch, args->heads, 1, args->offset, 1);
+}
+
 const char* qkv_isa(void) { return current()->name; }
 
 int qkv_select(const char* name) {
