@@ -107,7 +107,7 @@ def test_eight_bits_survive_keys_with_huge_channels(smollm2: Any) -> None:
     divergence, same_top = drift(eight, "int8")
     assert divergence < 0.01
     assert same_top > 0.94
-    divergence, same_top = drift(sixty_four, "int8")  # badly hurt, not destroyed: a 4-bit scale gives nonsense here
+    divergence, same_top = drift(sixty_four, "int8")  # badly hurt, not destroyed: most of its choices stay
     assert divergence < 0.6
     assert same_top > 0.6
     divergence, same_top = drift(sixty_four, "fp8_e4m3")
