@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, layer_like
@@ -35,6 +35,10 @@ class QKVCache(DynamicCache):
             :class:`qkv.CacheConfig`; what is given here replaces what ``format`` brings.
         scales: static scales for granularity ``head``: the path of a safetensors file, or a mapping of names to
             tensors: ``layers.<i>.key_scale`` and ``layers.<i>.value_scale``, float ``[kv_heads]``.
+        max_cache_len: tokens that may come at most, for a static layout: memory is taken once, and ``torch.compile``
+            sees a model with this cache as one graph for all lengths. None: it grows.
+        offloading, offload_only_non_sliding: as in ``DynamicCache``: layers wait in the CPU's memory while others
+            compute. For models on a GPU.
 
     Raises:
         ValueError: values that are not allowed, or that do not go together.
@@ -55,6 +59,9 @@ class QKVCache(DynamicCache):
         prefill: str | None = None,
         backend: str | None = None,
         layers: Mapping[int, Mapping[str, Any]] | None = None,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
     ):
         changes: dict[str, Any] = {
             "key_format": key_format,
@@ -73,11 +80,15 @@ class QKVCache(DynamicCache):
         self._scales = load_scales(given) if given is not None else {}
         self._model_config: Any = None
         self._said_unfused: list[bool] = []
+        self.max_cache_len = _checked_length(max_cache_len, config)
+        offload = {"offloading": offloading, "offload_only_non_sliding": offload_only_non_sliding}
+        if offloading and not torch.cuda.is_available():
+            raise ValueError("offloading moves layers from a GPU to the CPU's memory, and there is no GPU here")
         if config is None:
             self._check_layer_indices(None)
             # Tries the description out, so that a mistake in it shows here and not in the first update.
             self._new_layer(0)
-            Cache.__init__(self, layers=[])
+            Cache.__init__(self, layers=[], **offload)
             return
         if not hasattr(config, "get_text_config"):
             raise ValueError(
@@ -86,9 +97,15 @@ class QKVCache(DynamicCache):
             )
         self._model_config = config.get_text_config(decoder=True)
         _check_model(self._model_config)
-        plain = DynamicCache(config=config)
-        self._check_layer_indices(len(plain.layers))
-        Cache.__init__(self, layers=[self._new_layer(i, layer) for i, layer in enumerate(plain.layers)])
+        kinds = DynamicCache(config=config).layers
+        # What is not ours: of transformers' own kind for the layout.
+        others = kinds if max_cache_len is None else StaticCache(config, max_cache_len).layers
+        self._check_layer_indices(len(kinds))
+        made = [self._new_layer(i, kind) or others[i] for i, kind in enumerate(kinds)]
+        Cache.__init__(self, layers=made, **offload)
+        for layer in self.layers:
+            if isinstance(layer, QKVLayer):
+                layer.offloads = offloading
 
     def _check_layer_indices(self, count: int | None) -> None:
         for index in self.config.layers:
@@ -100,10 +117,13 @@ class QKVCache(DynamicCache):
                 raise ValueError(f"scales: {name!r} belongs to no layer of this model, which has {count}")
 
     def _new_layer(self, index: int, plain: Any = None) -> Any:
-        """Our layer for a layer of ``DynamicCache``; where that is None, one of plain attention."""
+        """Our layer for a layer of ``DynamicCache``, or None; where that layer is None, one of plain attention."""
         key_scale, value_scale = (self._scales.get(f"layers.{index}.{kind}_scale") for kind in ("key", "value"))
         arguments = (self.config.for_layer(index), self._model_config, key_scale, value_scale)
-        layer = QKVLayer(*arguments) if plain is None else layer_like(plain, *arguments)
+        if plain is None:
+            layer = QKVLayer(*arguments)
+        else:
+            layer = layer_like(plain, *arguments, capacity=self.max_cache_len)
         if isinstance(layer, QKVLayer):
             layer.said_unfused = self._said_unfused
         return layer
@@ -193,6 +213,16 @@ class QKVCache(DynamicCache):
         shared = ("_model_config", "config", "_scales")
         fresh.__dict__.update({k: v if k in shared else deepcopy(v, memo) for k, v in self.__dict__.items()})
         return fresh
+
+
+def _checked_length(max_cache_len: int | None, config: Any) -> int | None:
+    if max_cache_len is None:
+        return None
+    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ValueError(f"max_cache_len must be a number of tokens, at least 1, or None, not {max_cache_len!r}")
+    if config is None:
+        raise ValueError("max_cache_len needs the model's configuration: QKVCache(model.config, max_cache_len=...)")
+    return max_cache_len
 
 
 def _check_model(config: Any) -> None:

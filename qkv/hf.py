@@ -11,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from qkv.attention import attention, dense
+from qkv.graph import GraphTensor
 from qkv.layers import ATTENTION_NAME
 from qkv.lazy import view_of
 from qkv.native import SlowPathWarning
@@ -113,8 +114,10 @@ def attention_forward(
             stacklevel=2,
         )
     view = view_of(key, value)
+    in_graph = isinstance(key, GraphTensor) and isinstance(value, GraphTensor)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if view is None:
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if view is None and not in_graph:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module,
@@ -128,14 +131,16 @@ def attention_forward(
                 position_bias=position_bias,
                 **kwargs,
             )
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         bias = _with_bias(attention_mask, position_bias, causal, query.shape[2], key.shape[2])
         return dense.attend(query, key, value, bias, scale, causal, softcap, s_aux), None
     if dropout:
         raise ValueError("attention over a packed cache has no dropout; call model.eval()")
-    mask = _with_bias(attention_mask, position_bias, causal, query.shape[2], view.length)
+    if view is None:
+        mask = _with_bias(attention_mask, position_bias, causal, query.shape[2], key.shape[2])
+        return torch.ops.qkv.attend(key.handle, query, mask, s_aux, value.shape[3], scale, causal, softcap), None
+    mask = _with_bias(view.columns(attention_mask), view.columns(position_bias), causal, query.shape[2], view.length)
     backend = view.store.config.backend
-    return attention(query, view, mask, scaling, causal, softcap, s_aux, backend), None
+    return attention(query, view, mask, scale, causal, softcap, s_aux, backend), None
 
 
 def _with_bias(

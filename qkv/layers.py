@@ -8,14 +8,18 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
+from qkv import graph
+from qkv.attention import attention
 from qkv.config import CacheConfig
 from qkv.lazy import PackedTensor
 from qkv.native import SlowPathWarning
@@ -33,6 +37,7 @@ class QKVLayer(CacheLayerMixin):
         config: how to store, already that of this layer.
         model_config: the model's configuration, which tells whether the fused attention is on; None: not known.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, or None.
+        capacity: tokens that may come at most, for a static layout that ``torch.compile`` sees through; None: no limit.
     """
 
     is_sliding = False
@@ -44,11 +49,17 @@ class QKVLayer(CacheLayerMixin):
         model_config: Any = None,
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
+        capacity: int | None = None,
     ):
-        self.store = LayerStore(config, key_scale, value_scale, window=self.is_sliding)
+        self.store = LayerStore(config, key_scale, value_scale, window=self.is_sliding, capacity=capacity)
+        self.capacity = capacity
+        self.is_compileable = capacity is not None
+        self.handle = graph.new_handle(self) if capacity is not None else None
+        self.offloads = False  # whether the store leaves the device behind each update: views must outlive that
         self.model_config = model_config
         self.said_unfused: list[bool] = []  # not empty: the warning was given; shared by the layers of a cache
         self._view: KVView | None = None  # what `keys` and `values` show, until the next update
+        self._pass: KVView | None = None  # what the last `append_now` stored, as its own pass sees it
         self.is_initialized = False
         self.served: str | None = None  # the backend that attended last
 
@@ -73,6 +84,8 @@ class QKVLayer(CacheLayerMixin):
     def _stored(self, is_key: bool) -> torch.Tensor | None:
         if self.store.shape is None:
             return None
+        if self.handle is not None and torch.compiler.is_compiling():
+            return self._in_graph(*self._like())[0 if is_key else 1]
         if not self.fused:
             return self._whole_view().decode()[0 if is_key else 1]
         if self._view is None or self._view.stale:
@@ -106,43 +119,113 @@ class QKVLayer(CacheLayerMixin):
             attention takes them packed, :class:`~qkv.lazy.PackedTensor`.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit; the layer is unchanged.
+            ValueError: shapes, dtypes or devices that do not fit, or more tokens than a static layout has room for; the
+                layer is unchanged.
         """
-        return self._hand_out(self._append(key_states, value_states))
+        if self.handle is not None and torch.compiler.is_compiling():
+            torch.ops.qkv.append(self.handle, key_states, value_states)
+            return self._in_graph(key_states, value_states)
+        if self.store.away:
+            self.prefetch()
+        view = self._append(key_states, value_states)
+        self._tell_length()
+        return self._hand_out(view)
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView:
         late = self.store.append(key_states, value_states)
-        return KVView(self.store, late)
+        return KVView(self.store, late, first=self.store.first if self.offloads else None)
+
+    def _tell_length(self) -> None:
+        if self.handle is not None:
+            self.handle[1] = self.store.length
+
+    # ---- what the operations of graph.py ask, see there -------------------------------------------------------------
+
+    def _in_graph(self, keys_like: torch.Tensor, values_like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.handle is not None
+        assert self.capacity is not None
+        return graph.handed_out(self.handle, keys_like, values_like, self.capacity, self.fused)
+
+    def _like(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.store.shape is not None
+        batch, heads, key_dim, value_dim = self.store.shape
+        one = torch.empty(1, dtype=self.store.dtype, device=self.store.device)
+        return one.expand(batch, heads, 1, key_dim), one.expand(batch, heads, 1, value_dim)
+
+    def append_now(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Stores new tokens, as :meth:`update`; gives the number of tokens that have come."""
+        if self.store.away:
+            self.prefetch()
+        self._pass = self._append(keys, values)
+        self._pass.on_served = self._set_served
+        self.is_initialized = True
+        self._tell_length()
+        return self.store.length
+
+    def attend_now(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        softmax_scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of the pass whose tokens were stored last; arguments as :func:`qkv.attention.attention`."""
+        view = self._last_pass()
+        backend = self.store.config.backend
+        return attention(query, view, view.columns(mask), softmax_scale, causal, softcap, sinks, backend)
+
+    def decode_now(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[batch, kv_heads, capacity, head_dim]``; zeros where there is no token."""
+        return self._decoded(self._last_pass())
+
+    def _last_pass(self) -> KVView:
+        if self._pass is None or self._pass.stale:
+            self._pass = self._whole_view()
+            self._pass.on_served = self._set_served
+        return self._pass
+
+    def _decoded(self, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+        self.served = "decoded"
+        if self.store.quantized and not self.said_unfused and self.model_config is not None and not self.fused:
+            self.said_unfused.append(True)
+            _warn_unfused(self.model_config._attn_implementation)
+        keys, values = view.decode()
+        if self.capacity is None:
+            return keys, values
+        around = (0, 0, view.first, self.capacity - view.first - view.length)
+        return pad(keys, around), pad(values, around)
 
     def _hand_out(self, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
         self.is_initialized = True
         if self.model_config is None or self.fused:
             view.on_served = self._set_served
             return PackedTensor(view, is_key=True), PackedTensor(view, is_key=False)
-        self.served = "decoded"
-        if self.store.quantized and not self.said_unfused:
-            self.said_unfused.append(True)
-            _warn_unfused(self.model_config._attn_implementation)
-        return view.decode()
+        return self._decoded(view)
 
     def _set_served(self, backend: str) -> None:
         self.served = backend
 
     def get_seq_length(self) -> int:
-        """Tokens stored."""
+        """Tokens that have come; while a graph with a static layout is compiled, a tensor of no dimension."""
+        if self.handle is not None and torch.compiler.is_compiling():
+            return self.handle[1]  # type: ignore[return-value]
         return self.store.length
 
     def get_max_length(self) -> int:
-        """-1: there is no limit."""
-        return -1
+        """Tokens that may come; -1: there is no limit."""
+        return self.capacity if self.capacity is not None else -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens."""
-        return self.store.length + query_length, 0
+        return self.capacity if self.capacity is not None else self.store.length + query_length, 0
 
     def reset(self) -> None:
         """Forgets all tokens and every scale that was not given."""
         self.store.reset()
+        self._view = self._pass = None
+        self._tell_length()
         self.is_initialized = False
         self.served = None
 
@@ -158,6 +241,7 @@ class QKVLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
         self.store.crop(max(0, self.store.length + tokens_to_remove))
+        self._tell_length()
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.store.map_batch(function)
@@ -175,26 +259,32 @@ class QKVLayer(CacheLayerMixin):
         self._map_batch(lambda x: x[indices, ...])
 
     def offload(self) -> None:
-        """Not supported.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("a qkv cache layer cannot be moved to another device yet")
+        """Moves the stored tokens to the CPU's memory; the next update, or :meth:`prefetch`, fetches them."""
+        self.store.move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """Nothing is ever offloaded, so there is nothing to fetch."""
+        """Moves the stored tokens back to the model's device."""
+        self.store.move(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QKVLayer:
         fresh = type(self).__new__(type(self))
         memo[id(self)] = fresh
         # The model's configuration is shared: it says whether the fused attention is on, now and later.
-        kept = {"model_config": self.model_config, "_view": None}
+        kept = {"model_config": self.model_config, "_view": None, "_pass": None}
         fresh.__dict__.update({k: kept[k] if k in kept else deepcopy(v, memo) for k, v in self.__dict__.items()})
+        fresh._take_new_handle()
         return fresh
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_view": None}
+        return {**self.__dict__, "_view": None, "_pass": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_new_handle()
+
+    def _take_new_handle(self) -> None:
+        if self.capacity is not None:
+            self.handle = graph.new_handle(self, self.store.length)
 
     def __repr__(self) -> str:
         store = self.store
@@ -215,8 +305,8 @@ class QKVSlidingLayer(QKVLayer):
 
     is_sliding = True
 
-    def __init__(self, *others: Any, sliding_window: int):
-        super().__init__(*others)
+    def __init__(self, *others: Any, sliding_window: int, capacity: int | None = None):
+        super().__init__(*others, capacity=capacity)
         self.sliding_window = sliding_window
         self.record_past = False
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
@@ -242,10 +332,15 @@ class QKVSlidingLayer(QKVLayer):
 
     def get_max_length(self) -> int:
         """The window."""
-        return self.sliding_window
+        return self.sliding_window if self.capacity is None else min(self.sliding_window, self.capacity)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens."""
+        """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens.
+
+        In a static layout the mask is as wide as all tokens that may come, so that its shape and offset never change.
+        """
+        if self.capacity is not None:
+            return self.capacity, 0
         first = self._first_visible(self.store.length)
         return self.store.length - first + query_length, first
 
@@ -269,70 +364,83 @@ class QKVSlidingLayer(QKVLayer):
         self.store.drop_before(self._first_visible(self.store.length))
 
 
-class QKVHybridLayer(QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """The cache of a layer with both linear attention, whose states stay as they are, and full attention.
+class _Hybrid:
+    """What a layer of ours and a ``LinearAttentionLayer``, whose states stay as they are, need to be one.
 
     Args:
         number_of_states: states of the linear attention.
-        others: as :class:`QKVLayer`.
+        others, more: as the attention part.
     """
 
-    is_compileable = False
     is_croppable = LinearAttentionLayer.is_croppable
 
-    def __init__(self, *others: Any, number_of_states: int = 1):
-        QKVLayer.__init__(self, *others)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    def __init__(self, *others: Any, number_of_states: int = 1, **more: Any):
+        super().__init__(*others, **more)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)  # type: ignore[arg-type]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of the attention part with two positional tensors, of the linear part with keywords."""
         if args:
-            QKVLayer.lazy_initialization(self, *args)
+            super().lazy_initialization(*args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def offload(self) -> None:
-        """Not supported, see :meth:`QKVLayer.offload`."""
-        QKVLayer.offload(self)
+        """Moves both parts to the CPU's memory."""
+        LinearAttentionLayer.offload(self)
+        super().offload()
 
     def prefetch(self) -> None:
-        """Nothing is ever offloaded."""
+        """Moves both parts back to the model's device."""
+        LinearAttentionLayer.prefetch(self)
+        super().prefetch()
 
     def reset(self) -> None:
         """Forgets all tokens and states."""
         LinearAttentionLayer.reset(self)
-        QKVLayer.reset(self)
+        super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rearranges the batch of both parts for beam search."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        QKVLayer.reorder_cache(self, beam_idx)
+        super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens of both parts."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        QKVLayer.crop(self, tokens_to_remove)
-
-    def get_max_length(self) -> int:
-        """-1: there is no limit."""
-        return -1
+        super().crop(tokens_to_remove)
 
 
-def layer_like(plain: Any, *arguments: Any) -> Any:
-    """Our layer for a layer of ``DynamicCache``; that layer itself where there is nothing of ours for its kind.
+class QKVHybridLayer(_Hybrid, QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The cache of a layer with both linear attention and full attention."""
+
+
+class QKVHybridSlidingLayer(_Hybrid, QKVSlidingLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
+    """The cache of a layer with both linear attention and a sliding window."""
+
+
+def layer_like(plain: Any, *arguments: Any, capacity: int | None = None) -> Any:
+    """Our layer for a layer of ``DynamicCache``; None where there is nothing of ours for its kind.
 
     Args:
         plain: a layer of ``DynamicCache``, new.
-        arguments: as :class:`QKVLayer`.
+        arguments, capacity: as :class:`QKVLayer`.
     """
     kind = type(plain)  # exactly: what a model derives from these keeps something that we do not know
     if kind is DynamicLayer:
-        return QKVLayer(*arguments)
+        return QKVLayer(*arguments, capacity=capacity)
     if kind is DynamicSlidingWindowLayer:
-        return QKVSlidingLayer(*arguments, sliding_window=plain.sliding_window)
+        return QKVSlidingLayer(*arguments, sliding_window=plain.sliding_window, capacity=capacity)
     if kind is LinearAttentionAndFullAttentionLayer:
-        return QKVHybridLayer(*arguments, number_of_states=plain.number_of_states)
-    return plain
+        return QKVHybridLayer(*arguments, number_of_states=plain.number_of_states, capacity=capacity)
+    if kind is LinearAttentionAndSlidingWindowAttentionLayer:
+        return QKVHybridSlidingLayer(
+            *arguments,
+            number_of_states=plain.number_of_states,
+            sliding_window=plain.sliding_window,
+            capacity=capacity,
+        )
+    return None
 
 
 def _warn_unfused(implementation: str) -> None:

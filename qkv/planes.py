@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -222,6 +223,23 @@ class Segment:
         """Forgets the first ``n`` tokens; their memory stays until the segment goes."""
         self.start += n
         self.length -= n
+
+    def to_front(self) -> None:
+        """Moves the tokens of an unquantized segment to where the ones before them have left."""
+        keys, values = self.rows(self.length)
+        if self.start < self.length:
+            keys, values = keys.clone(), values.clone()
+        self.key.codes[:, :, : self.length] = keys
+        self.value.codes[:, :, : self.length] = values
+        self.start = 0
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Segment:
+        """A segment with the same tokens, every tensor replaced by ``function`` of it."""
+        fresh = copy(self)
+        fresh.key, fresh.value = copy(self.key), copy(self.value)
+        for plane in fresh.planes():
+            plane.map(function)
+        return fresh
 
     def shrink(self) -> None:
         """Gives the room behind the last token back."""

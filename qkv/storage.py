@@ -12,6 +12,10 @@ allocated as they are needed: nothing old is copied when the store grows, and th
 A layer with a sliding window forgets tokens in front as it grows: segments that are out of the window are dropped
 whole, and of the first one that is not, the tokens in front are hidden. How scales per head come about is in
 head_scale.py.
+
+With a ``capacity`` the layout is static: all memory is taken when the first token of its kind comes, and none after
+that. Sinks and residual window get their own, the packed tokens one segment for all that may come (a sliding window:
+small segments, used again when they are empty).
 """
 
 from __future__ import annotations
@@ -85,6 +89,7 @@ class LayerStore:
         config: what to store and how, see :class:`qkv.CacheConfig`; its ``layers`` are not looked at.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, for granularity ``head``.
         window: whether tokens are going to leave in front (:meth:`drop_before`); segments are smaller then.
+        capacity: tokens that may come at most, for a static layout; None: no limit, and memory is taken as it is needed.
 
     Attributes:
         length: tokens that have come; the position behind the last one.
@@ -100,8 +105,10 @@ class LayerStore:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         window: bool = False,
+        capacity: int | None = None,
     ):
         self.config = config
+        self.capacity = capacity
         self._window = window
         self.key_format = get_format(config.key_format or config.format)
         self.value_format = get_format(config.value_format or config.format)
@@ -151,6 +158,7 @@ class LayerStore:
         self.packed_length = 0
         self._encoded = False  # whether a token was ever encoded: scales per head are fixed by then
         self.residual: Segment | None = None
+        self._empty: list[Segment] = []  # of a static sliding window: segments to be used again
         self._open = False  # whether the last packed segment may take more tokens
         self.version += 1
         self.changes += 1
@@ -227,6 +235,11 @@ class LayerStore:
         if keys.shape == self._one_token[0] and values.shape == self._one_token[1] and self._append_one(keys, values):
             return None
         self.check(keys, values)
+        if self.capacity is not None and self.length + keys.shape[2] > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.length} of at most {self.capacity} tokens: {keys.shape[2]} more do not fit; make "
+                "it with a larger max_cache_len, or take tokens back with crop() or reset()"
+            )
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()  # a cache must not keep a graph alive
         if self.shape is None:
@@ -250,6 +263,8 @@ class LayerStore:
             assert self.residual is not None
             old = min(leaving, waiting)
             gone = self.residual.rows(old)  # views: what they show is not written again before the next crop
+            if self.capacity is not None and keys.shape[2] > self.residual.room:
+                gone = (gone[0].clone(), gone[1].clone())  # the room in front is about to be used again
             self.residual.drop_first(old)
             if self.residual.length == 0 and self.config.residual_length == 0:
                 self.residual = None  # it held the tokens of the warm-up
@@ -292,6 +307,7 @@ class LayerStore:
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
         self.dtype, self.device = keys.dtype, keys.device
+        self.place = keys.device
         self._set_one_token()
         for scale in (self._key_head, self._value_head):
             if scale is not None:
@@ -317,6 +333,13 @@ class LayerStore:
         """An unquantized segment with room for ``n`` more tokens: the given one, or a larger copy (up to ``most``)."""
         if segment is not None and n <= segment.room:
             return segment
+        if self.capacity is not None:
+            if segment is not None:
+                segment.to_front()
+                return segment
+            kept = max(self.config.residual_length, self.warm)
+            # Twice, so that the tokens in front can be moved without being in their own way.
+            return self._exact_segment(keys, values, most if most is not None else kept + max(kept, RESIDUAL_SLACK))
         held = segment.length if segment is not None else 0
         capacity = held + n + RESIDUAL_SLACK
         fresh = self._exact_segment(keys, values, capacity if most is None else min(capacity, most))
@@ -406,9 +429,16 @@ class LayerStore:
         key_scale: torch.Tensor | None,
         value_scale: torch.Tensor | None,
     ) -> Segment:
-        small = self._window or (self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS)
-        # The first segments of a short cache are small, so that it is never much larger than what it holds.
-        capacity = min(SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS, -(-self.length // 32) * 32)
+        if self._empty:
+            segment = self._empty.pop()
+            segment.start = segment.length = 0
+            for plane, scale in ((segment.key, key_scale), (segment.value, value_scale)):
+                if scale is not None:
+                    assert plane.scale is not None
+                    plane.scale.copy_(scale)
+            self.version += 1
+            return segment
+        capacity = self._packed_capacity()
         planes = []
         sides = ((keys, self.key_format, key_scale, True), (values, self.value_format, value_scale, False))
         for x, format, scale, is_key in sides:
@@ -421,6 +451,15 @@ class LayerStore:
             planes.append(plane)
         self.version += 1
         return Segment(planes[0], planes[1], capacity)
+
+    def _packed_capacity(self) -> int:
+        """Tokens of the next packed segment."""
+        if self.capacity is not None and not self._window:
+            return self.capacity - self.config.sink_tokens - sum(segment.length for segment in self.packed)
+        small = self._window or (self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS)
+        most = SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS
+        # The first segments of a short cache are small, so that it is never much larger than what it holds.
+        return most if self.capacity is not None else min(most, -(-self.length // 32) * 32)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -462,6 +501,9 @@ class LayerStore:
                 self.packed_length -= n
         # A segment that may still take tokens stays, even when none of its tokens is left.
         keep = self.packed[-1:] if self._open else []
+        if self.capacity is not None:
+            fit = (s for s in self.packed if not s.length and s not in keep and s.capacity == SMALL_SEGMENT_TOKENS)
+            self._empty.extend(fit)
         self.packed = [s for s in self.packed if s.length or s in keep]
         if self.sink is not None and self.sink.length == 0:
             self.sink = None
@@ -472,6 +514,7 @@ class LayerStore:
         if self.shape is None:
             return
         batch = function(torch.empty(self.shape[0], 1, device=self.device)).shape[0]
+        self._empty = []
         for segment in self.segments():
             for plane in segment.planes():
                 plane.map(function)
@@ -482,6 +525,35 @@ class LayerStore:
         self._set_one_token()
         self.version += 1
         self.changes += 1
+
+    @property
+    def away(self) -> bool:
+        """Whether the stored tokens were moved away from the model's device."""
+        return self.shape is not None and self.place != self.device
+
+    def move(self, device: torch.device | None) -> None:
+        """Moves the stored tokens to ``device``, or back to the model's (None), where they must be for new ones.
+
+        A view that has its runs written down goes on to show the tensors that it was made of.
+        """
+        if self.shape is None:
+            return
+        target = device if device is not None else self.device
+        if self.place != target:
+            self._replace(lambda x: x.to(target))
+            self.place = target
+
+    def _replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor by ``function`` of it, in new segments."""
+        self.sink = self.sink.mapped(function) if self.sink is not None else None
+        self.packed = [segment.mapped(function) for segment in self.packed]
+        self.residual = self.residual.mapped(function) if self.residual is not None else None
+        self._empty = []
+        for scale in (self._key_head, self._value_head):
+            if scale is not None:
+                scale.map(function)
+        self.kernel_regions = None
+        self.version += 1
 
     def crop(self, length: int) -> None:
         """Forgets all tokens from position ``length`` on.
@@ -520,7 +592,8 @@ class LayerStore:
             self._open = bool(kept)
         self.packed = kept
         self._encoded = self._encoded and (bool(kept) or self.first > 0)
-        if self._open and self.config.residual_length and kept[-1].capacity - kept[-1].length > SMALL_SEGMENT_TOKENS:
+        spare = kept[-1].capacity - kept[-1].length if self._open else 0
+        if self.capacity is None and self.config.residual_length and spare > SMALL_SEGMENT_TOKENS:
             self._close()
         if self.residual is not None:
             self.residual = self._cut(self.residual, left)
@@ -532,7 +605,7 @@ class LayerStore:
     def _cut(self, segment: Segment, length: int) -> Segment:
         """An unquantized segment of which ``length`` tokens are kept, without much spare room."""
         segment.length = length
-        if segment.capacity - length <= 2 * RESIDUAL_SLACK:
+        if self.capacity is not None or segment.capacity - length <= 2 * RESIDUAL_SLACK:
             return segment
         rows = segment.rows(length)
         fresh = self._exact_segment(*rows, length + RESIDUAL_SLACK)
@@ -545,7 +618,7 @@ class LayerStore:
         """Bytes allocated: codes, scales, sinks, residual window and spare room."""
         total = sum(
             tensor.untyped_storage().nbytes()
-            for segment in self.segments()
+            for segment in (*self.segments(), *self._empty)
             for plane in segment.planes()
             for tensor in plane.tensors()
         )

@@ -92,6 +92,15 @@ class KVView:
         self.check()
         return self._runs if self._runs is not None else self.store.runs(self.first)
 
+    def columns(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The part of an attention mask ``[..., kv_len]`` that is about the tokens shown.
+
+        In a static layout a mask is about all positions from 0 on.
+        """
+        if mask is None or self.store.capacity is None:
+            return mask
+        return mask[..., self.first : self.first + self.length]
+
     def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as ordinary tensors, ``[batch, kv_heads, length, head_dim]``, newly allocated.
 

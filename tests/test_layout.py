@@ -23,7 +23,7 @@ ORDER = (
     ("qkv.config", "qkv.native"),
     ("qkv.formats",),
     ("qkv.planes", "qkv.head_scale", "qkv.storage", "qkv.scales", "qkv.view"),
-    ("qkv.attention", "qkv.lazy"),
+    ("qkv.attention", "qkv.lazy", "qkv.graph"),
     ("qkv.layers", "qkv.cache"),
     ("qkv.hf",),
     ("qkv",),
@@ -41,6 +41,7 @@ WITHOUT_TRANSFORMERS = (
     "qkv.view",
     "qkv.attention",
     "qkv.lazy",
+    "qkv.graph",
 )
 
 
