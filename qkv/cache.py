@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, layer_like
@@ -140,6 +140,27 @@ class QKVCache(DynamicCache):
         while self._model_config is None and len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer(len(self.layers)))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens, in all layers or in none.
+
+        Args:
+            tokens_to_remove: how many, as a negative number (transformers' convention). 0 lets recorded windows go
+                back to their size.
+
+        Raises:
+            ValueError: a positive number.
+            RuntimeError: a layer has not kept what would be needed; see ``activate_past_recording``.
+        """
+        for layer in self.layers:
+            if isinstance(layer, QKVLayer):
+                layer.check_crop(tokens_to_remove)
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.record_past:
+                raise RuntimeError(
+                    "a layer with linear attention cannot be cropped: call activate_past_recording before the tokens "
+                    "come that are to be cropped"
+                )
+        super().crop(tokens_to_remove)
 
     def view(self, layer_idx: int) -> KVView:
         """The stored tokens of one layer, as attention takes them.

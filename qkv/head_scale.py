@@ -63,10 +63,11 @@ class HeadScale:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the scales by ``function`` of them; dimension 0 is the batch."""
-        if self.current is not None:
-            self.current = function(self.current).contiguous()
-        if self._first is not None:
-            self._first = function(self._first).contiguous()
+        current, first = self.current, self._first
+        if current is not None:
+            self.current = function(current).contiguous()
+        if first is not None:
+            self._first = self.current if first is current else function(first).contiguous()
 
     def nbytes(self) -> int:
         held = [self.current] if self._first is self.current else [self.current, self._first]

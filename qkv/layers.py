@@ -8,7 +8,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -153,13 +152,16 @@ class QKVLayer(CacheLayerMixin):
         return one.expand(batch, heads, 1, key_dim), one.expand(batch, heads, 1, value_dim)
 
     def append_now(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Stores new tokens, as :meth:`update`; gives the number of tokens that have come."""
+        """Stores new tokens, as :meth:`update`; gives the number of tokens that have come.
+
+        The caller writes it into the handle that the graph has, which may be a copy: elsewhere in the graph the old
+        number may still be wanted.
+        """
         if self.store.away:
             self.prefetch()
         self._pass = self._append(keys, values)
         self._pass.on_served = self._set_served
         self.is_initialized = True
-        self._tell_length()
         return self.store.length
 
     def attend_now(
@@ -191,11 +193,7 @@ class QKVLayer(CacheLayerMixin):
         if self.store.quantized and not self.said_unfused and self.model_config is not None and not self.fused:
             self.said_unfused.append(True)
             _warn_unfused(self.model_config._attn_implementation)
-        keys, values = view.decode()
-        if self.capacity is None:
-            return keys, values
-        around = (0, 0, view.first, self.capacity - view.first - view.length)
-        return pad(keys, around), pad(values, around)
+        return view.decode_for_model()
 
     def _hand_out(self, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
         self.is_initialized = True
@@ -238,10 +236,14 @@ class QKVLayer(CacheLayerMixin):
         Raises:
             ValueError: a positive number.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
+        self.check_crop(tokens_to_remove)
         self.store.crop(max(0, self.store.length + tokens_to_remove))
         self._tell_length()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises what :meth:`crop` would raise, and changes nothing."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.store.map_batch(function)
@@ -355,13 +357,23 @@ class QKVSlidingLayer(QKVLayer):
             RuntimeError: the window was full, and tokens that are needed again were not kept; see
                 :meth:`activate_past_recording`.
         """
+        super().crop(tokens_to_remove)
+        self.store.drop_before(self._first_visible(self.store.length))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises what :meth:`crop` would raise, and changes nothing."""
         if self.store.length >= self.sliding_window and not self.record_past:
             raise RuntimeError(
                 "a sliding window that was full cannot be cropped: the tokens that would be seen again are gone; call "
                 "activate_past_recording before the tokens come that are to be cropped"
             )
-        super().crop(tokens_to_remove)
-        self.store.drop_before(self._first_visible(self.store.length))
+        super().check_crop(tokens_to_remove)
+        left = max(0, self.store.length + tokens_to_remove)
+        if self._first_visible(left) < self.store.first and left > 0:
+            raise RuntimeError(
+                f"cannot take back {-tokens_to_remove} tokens: the window would reach back to position "
+                f"{self._first_visible(left)}, and tokens before {self.store.first} went with the last crop"
+            )
 
 
 class _Hybrid:

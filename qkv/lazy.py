@@ -31,7 +31,7 @@ class PackedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, view: KVView, is_key: bool) -> PackedTensor:
         batch, heads, key_dim, value_dim = view.shape
-        shape = (batch, heads, view.length, key_dim if is_key else value_dim)
+        shape = (batch, heads, view.handed_length, key_dim if is_key else value_dim)
         tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=view.dtype, device=view.device)
         tensor.kv_view, tensor.is_key = view, is_key
         return tensor
@@ -46,7 +46,7 @@ class PackedTensor(torch.Tensor):
 
     def decode(self) -> torch.Tensor:
         """The ordinary tensor that this one stands for."""
-        return self.kv_view.decode()[0 if self.is_key else 1]
+        return self.kv_view.decode_for_model()[0 if self.is_key else 1]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
 from qkv.storage import Late, LayerStore, Run
 
@@ -100,6 +101,22 @@ class KVView:
         if mask is None or self.store.capacity is None:
             return mask
         return mask[..., self.first : self.first + self.length]
+
+    @property
+    def handed_length(self) -> int:
+        """Tokens that keys and values have for the model: kv_len, or all that may come in a static layout."""
+        return self.length if self.store.capacity is None else self.store.capacity
+
+    def decode_for_model(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[batch, kv_heads, handed_length, head_dim]`` in the model's own type.
+
+        In a static layout every token is at its position, and there are zeros where there is no token.
+        """
+        keys, values = self.decode()
+        if self.store.capacity is None:
+            return keys, values
+        around = (0, 0, self.first, self.store.capacity - self.first - self.length)
+        return pad(keys, around), pad(values, around)
 
     def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as ordinary tensors, ``[batch, kv_heads, length, head_dim]``, newly allocated.
