@@ -4,6 +4,7 @@
 #
 #   make demo     compare cache formats on the embedded model        make lint    ruff and mypy
 #   make test     the tests; ARGS="-k name" goes to pytest            make clean   remove all that was made
+#   make families write the README's table of families anew
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ BUILD_FILES := pyproject.toml setup.py $(wildcard qkv/csrc/*)
 
 export PYTHONNOUSERSITE := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint families clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/stamp-model
@@ -31,6 +32,9 @@ lint: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/typed && ln -sfn ../../eval $(VENV)/typed/qkv_eval
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p qkv -p qkv_eval
+
+families: $(VENV)/stamp-dev
+	$(BIN)/python tests/family_table.py --write README.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

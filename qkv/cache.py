@@ -96,7 +96,6 @@ class QKVCache(DynamicCache):
                 'format comes second: QKVCache(model.config, "int8")'
             )
         self._model_config = config.get_text_config(decoder=True)
-        _check_model(self._model_config)
         kinds = DynamicCache(config=config).layers
         # What is not ours: of transformers' own kind for the layout.
         others = kinds if max_cache_len is None else StaticCache(config, max_cache_len).layers
@@ -244,14 +243,6 @@ def _checked_length(max_cache_len: int | None, config: Any) -> int | None:
     if config is None:
         raise ValueError("max_cache_len needs the model's configuration: QKVCache(model.config, max_cache_len=...)")
     return max_cache_len
-
-
-def _check_model(config: Any) -> None:
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and getattr(config, "num_attention_heads", None):
-        head_dim = config.hidden_size // config.num_attention_heads
-    if head_dim is not None and head_dim < 1:
-        raise ValueError(f"the model's head_dim is {head_dim}; it must be at least 1")
 
 
 def _other_nbytes(layer: Any) -> int:

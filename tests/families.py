@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+import qkv
 
 VOCABULARY = 99
 WINDOW = 16
@@ -43,6 +45,41 @@ def _family(config: str, model: str, without: tuple[str, ...] = (), **sizes: Any
     return build
 
 
+IMAGE_TOKEN = 98
+IMAGE_TOKENS = 4
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 14,
+    "patch_size": 7,
+}
+
+
+def _llava() -> PreTrainedModel:
+    torch.manual_seed(0)
+    vision, text = transformers.CLIPVisionConfig(**_VISION), transformers.LlamaConfig(**_SIZES)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, vision_feature_layer=-1
+    )
+    return transformers.LlavaForConditionalGeneration._from_config(config).eval()
+
+
+def _gemma3_with_images() -> PreTrainedModel:
+    """Image tokens see each other in both directions."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**_VISION),
+        text_config=transformers.Gemma3TextConfig(**_SIZES, **_BOTH, head_dim=16, query_pre_attn_scalar=16),
+        mm_tokens_per_image=IMAGE_TOKENS,
+        image_token_index=IMAGE_TOKEN,
+        boi_token_index=97,
+        eoi_token_index=96,
+    )
+    return transformers.Gemma3ForConditionalGeneration._from_config(config).eval()
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "Llama": _family("LlamaConfig", "LlamaForCausalLM"),
     "Mistral": _family("MistralConfig", "MistralForCausalLM", sliding_window=WINDOW),
@@ -71,6 +108,32 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         mamba_n_groups=1,
         mamba_d_state=16,
     ),
+    "Bamba": _family(
+        "BambaConfig",
+        "BambaForCausalLM",
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+    ),
+    "Inkling": _family(
+        "InklingTextConfig",
+        "InklingForCausalLM",
+        head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        sliding_window_size=WINDOW,
+        layer_types=["hybrid_sliding", "hybrid"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        mlp_layer_types=["dense", "dense"],
+        d_rel=4,
+        rel_extent=32,
+    ),
     "LFM2": _family("Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
     "Jamba": _family(
         "JambaConfig",
@@ -84,6 +147,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Gemma 2": _family("Gemma2Config", "Gemma2ForCausalLM", head_dim=16, query_pre_attn_scalar=16, **_BOTH),
     "Gemma 3": _family("Gemma3TextConfig", "Gemma3ForCausalLM", head_dim=16, query_pre_attn_scalar=16, **_BOTH),
+    "Gemma 3 with images": _gemma3_with_images,
+    "Gemma 4": _family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        head_dim=16,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "Phi-3": _family("Phi3Config", "Phi3ForCausalLM", hidden_size=384, num_key_value_heads=4),
     "Phi": _family("PhiConfig", "PhiForCausalLM"),
     "GPT-2": _family("GPT2Config", "GPT2LMHeadModel", _OWN_NAMES, n_embd=64, n_layer=2, n_head=4, n_positions=512),
@@ -156,6 +231,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "SmolLM3": _family("SmolLM3Config", "SmolLM3ForCausalLM"),
     "GLM-4": _family("Glm4Config", "Glm4ForCausalLM", head_dim=16),
+    "Llava": _llava,
     "T5": _family(
         "T5Config",
         "T5ForConditionalGeneration",
@@ -200,3 +276,53 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         begin_suppress_tokens=None,
     ),
 }
+
+# What a model is run on: pieces that go past the window, in one pass each.
+PIECES = [20, 9, *[1] * 19]
+
+
+def make_cache(model: PreTrainedModel, format: str | None, **options: Any) -> Any:
+    def one() -> Any:
+        if format is None:
+            return DynamicCache(config=model.config)
+        return qkv.QKVCache(model.config, format, **options)
+
+    return EncoderDecoderCache(one(), one()) if model.config.is_encoder_decoder else one()
+
+
+def decoder_part(cache: Any) -> Any:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+@torch.no_grad()
+def encoded(model: PreTrainedModel) -> dict[str, Any]:
+    if not model.config.is_encoder_decoder:
+        return {}
+    torch.manual_seed(3)
+    if model.config.model_type == "whisper":
+        return {"encoder_outputs": model.get_encoder()(torch.randn(2, 8, 80, dtype=model.dtype))}
+    return {"encoder_outputs": model.get_encoder()(torch.randint(3, VOCABULARY, (2, 12)))}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Any, pieces: list[int] = PIECES) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=generator)
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    extra = encoded(model)
+    out = []
+    for x in ids.split(pieces, dim=1):
+        image = with_image(model, x, bool(out)) if "vision_config" in model.config.sub_configs else {}
+        out.append(model(**{name: x, **extra, **image}, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(out, dim=1)
+
+
+def with_image(model: PreTrainedModel, ids: torch.Tensor, later: bool) -> dict[str, torch.Tensor]:
+    """Inputs with the tokens of an image in the first piece, and its pixels."""
+    ids = torch.where(ids >= IMAGE_TOKEN - 2, 3, ids)
+    if later:
+        return {"input_ids": ids}
+    ids[:, 2 : 2 + IMAGE_TOKENS] = IMAGE_TOKEN
+    pixels = torch.randn(2, 3, 14, 14, generator=torch.Generator().manual_seed(4)).to(model.dtype)
+    inputs = {"input_ids": ids, "pixel_values": pixels}
+    return inputs | ({"token_type_ids": (ids == IMAGE_TOKEN).long()} if model.config.model_type == "gemma3" else {})

@@ -157,7 +157,7 @@ def test_a_max_cache_len_that_is_no_length_is_refused(value: Any) -> None:
         qkv.QKVCache(None, "int8", max_cache_len=5)
 
 
-# ---- torch.compile -----------------------------------------------------------------------------------------------------
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def test_a_growing_cache_works_under_a_compiler_that_breaks_the_graph() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-# ---- offloading ----------------------------------------------------------------------------------------------------------
+# ---- offloading ------------------------------------------------------------------------------------------------------
 
 
 def test_offload_and_prefetch_change_nothing(tiny_model: PreTrainedModel) -> None:
