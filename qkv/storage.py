@@ -89,7 +89,7 @@ class LayerStore:
         config: what to store and how, see :class:`qkv.CacheConfig`; its ``layers`` are not looked at.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, for granularity ``head``.
         window: whether tokens are going to leave in front (:meth:`drop_before`); segments are smaller then.
-        capacity: tokens that may come at most, for a static layout; None: no limit, and memory is taken as it is needed.
+        capacity: tokens that may come at most, for a static layout; None: no limit, memory is taken as it is needed.
 
     Attributes:
         length: tokens that have come; the position behind the last one.
@@ -237,8 +237,8 @@ class LayerStore:
         self.check(keys, values)
         if self.capacity is not None and self.length + keys.shape[2] > self.capacity:
             raise ValueError(
-                f"the cache holds {self.length} of at most {self.capacity} tokens: {keys.shape[2]} more do not fit; make "
-                "it with a larger max_cache_len, or take tokens back with crop() or reset()"
+                f"the cache holds {self.length} of at most {self.capacity} tokens: {keys.shape[2]} more do not fit; "
+                "make it with a larger max_cache_len, or take tokens back with crop() or reset()"
             )
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()  # a cache must not keep a graph alive

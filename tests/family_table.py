@@ -91,7 +91,8 @@ def compiles(model: PreTrainedModel) -> bool:
             with torch._dynamo.config.patch(error_on_recompile=i > 21):
                 actual = compiled(**step, past_key_values=caches[0]).logits
             expected = model(**step, past_key_values=caches[1]).logits
-            if float((actual - expected).abs().max()) > 1e-5 * float(expected.abs().max()):
+            # Far above rounding, far below one token seen too few or too many.
+            if float((actual - expected).abs().max()) > 1e-3 * float(expected.abs().max()):
                 return False
     except Exception:  # whatever a compiler raises
         return False

@@ -21,7 +21,6 @@ INHERITED: dict[str, str] = {
     "batch_repeat_interleave": "asks each layer",
     "batch_select_indices": "asks each layer",
     "batch_size": "asks each layer that has it",
-    "crop": "asks each layer",
     "early_initialization": "calls lazy_initialization of each layer",
     "get_conv_state": "of linear layers, which are transformers' own",
     "get_mask_sizes": "asks the layer",
@@ -37,8 +36,8 @@ INHERITED: dict[str, str] = {
     "is_linear": "by the class of each layer, from which ours of that kind derives",
     "is_recording_past": "asks the layer",
     "is_sliding": "asks each layer",
-    "offload": "asks the layer, which refuses",
-    "prefetch": "only with offloading, which there is not",
+    "offload": "asks the layer",
+    "prefetch": "asks the layer that comes next",
     "reorder_cache": "asks each layer",
     "reset": "asks each layer",
     "supports_early_init": "true: lazy_initialization takes shapes and stores nothing",
@@ -85,7 +84,7 @@ def answers(cache: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "Llama 4", "LFM2", "Falcon-H1"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "Llama 4", "LFM2", "Falcon-H1", "Inkling"])
 @pytest.mark.parametrize("record", [False, True])
 def test_it_answers_what_dynamic_cache_answers(name: str, record: bool) -> None:
     model = FAMILIES[name]()

@@ -169,7 +169,7 @@ def test_every_head_size_and_grouping_is_served_by_the_kernel(head_dim: int, kv_
         torch.manual_seed(group)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=32,
+            hidden_size=4 * kv_heads * group,
             intermediate_size=32,
             num_hidden_layers=1,
             num_attention_heads=kv_heads * group,
