@@ -407,6 +407,10 @@ class _Hybrid:
         LinearAttentionLayer.prefetch(self)
         super().prefetch()
 
+    def get_max_length(self) -> int:
+        """Tokens that may come; -1: there is no limit, of which transformers' hybrid layers know no other either."""
+        return self.capacity if self.capacity is not None else -1  # type: ignore[attr-defined]
+
     def reset(self) -> None:
         """Forgets all tokens and states."""
         LinearAttentionLayer.reset(self)
