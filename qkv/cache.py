@@ -81,7 +81,10 @@ class QKVCache(DynamicCache):
         self._model_config: Any = None
         self._said_unfused: list[bool] = []
         self.max_cache_len = _checked_length(max_cache_len, config)
-        offload = {"offloading": offloading, "offload_only_non_sliding": offload_only_non_sliding}
+        offload: dict[str, Any] = {
+            "offloading": offloading,
+            "offload_only_non_sliding": offload_only_non_sliding,
+        }
         if offloading and not torch.cuda.is_available():
             raise ValueError("offloading moves layers from a GPU to the CPU's memory, and there is no GPU here")
         if config is None:
@@ -117,12 +120,14 @@ class QKVCache(DynamicCache):
 
     def _new_layer(self, index: int, plain: Any = None) -> Any:
         """Our layer for a layer of ``DynamicCache``, or None; where that layer is None, one of plain attention."""
-        key_scale, value_scale = (self._scales.get(f"layers.{index}.{kind}_scale") for kind in ("key", "value"))
-        arguments = (self.config.for_layer(index), self._model_config, key_scale, value_scale)
-        if plain is None:
-            layer = QKVLayer(*arguments)
-        else:
-            layer = layer_like(plain, *arguments, capacity=self.max_cache_len)
+        arguments = {
+            "config": self.config.for_layer(index),
+            "model_config": self._model_config,
+            "key_scale": self._scales.get(f"layers.{index}.key_scale"),
+            "value_scale": self._scales.get(f"layers.{index}.value_scale"),
+            "capacity": self.max_cache_len,
+        }
+        layer = QKVLayer(**arguments) if plain is None else layer_like(plain, **arguments)
         if isinstance(layer, QKVLayer):
             layer.said_unfused = self._said_unfused
         return layer

@@ -148,10 +148,7 @@ class GraphTensor(torch.Tensor):
 
 # Less than lazy.py knows: what the compiler can follow.
 _ABOUT_THE_SHAPE = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
     torch.Tensor.dim,
 }

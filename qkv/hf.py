@@ -114,10 +114,9 @@ def attention_forward(
             stacklevel=2,
         )
     view = view_of(key, value)
-    in_graph = isinstance(key, GraphTensor) and isinstance(value, GraphTensor)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if view is None and not in_graph:
+    if view is None and not isinstance(key, GraphTensor):
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module,
@@ -137,7 +136,8 @@ def attention_forward(
         raise ValueError("attention over a packed cache has no dropout; call model.eval()")
     if view is None:
         mask = _with_bias(attention_mask, position_bias, causal, query.shape[2], key.shape[2])
-        return torch.ops.qkv.attend(key.handle, query, mask, s_aux, value.shape[3], scale, causal, softcap), None
+        handle = key.handle  # type: ignore[attr-defined]
+        return torch.ops.qkv.attend(handle, query, mask, s_aux, value.shape[3], scale, causal, softcap), None
     mask = _with_bias(view.columns(attention_mask), view.columns(position_bias), causal, query.shape[2], view.length)
     backend = view.store.config.backend
     return attention(query, view, mask, scale, causal, softcap, s_aux, backend), None

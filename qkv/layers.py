@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import (
@@ -302,13 +302,13 @@ class QKVSlidingLayer(QKVLayer):
 
     Args:
         sliding_window: tokens that a query sees, its own included.
-        others: as :class:`QKVLayer`.
+        others, more: as :class:`QKVLayer`.
     """
 
     is_sliding = True
 
-    def __init__(self, *others: Any, sliding_window: int, capacity: int | None = None):
-        super().__init__(*others, capacity=capacity)
+    def __init__(self, *others: Any, sliding_window: int, **more: Any):
+        super().__init__(*others, **more)
         self.sliding_window = sliding_window
         self.record_past = False
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
@@ -376,7 +376,15 @@ class QKVSlidingLayer(QKVLayer):
             )
 
 
-class _Hybrid:
+if TYPE_CHECKING:
+
+    class _Both(QKVLayer, LinearAttentionLayer):  # type: ignore[misc]
+        """What a hybrid is. Derived from both here, the classes below would have no order."""
+else:
+    _Both = object
+
+
+class _Hybrid(_Both):
     """What a layer of ours and a ``LinearAttentionLayer``, whose states stay as they are, need to be one.
 
     Args:
@@ -388,7 +396,7 @@ class _Hybrid:
 
     def __init__(self, *others: Any, number_of_states: int = 1, **more: Any):
         super().__init__(*others, **more)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)  # type: ignore[arg-type]
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of the attention part with two positional tensors, of the linear part with keywords."""
@@ -409,7 +417,7 @@ class _Hybrid:
 
     def get_max_length(self) -> int:
         """Tokens that may come; -1: there is no limit, of which transformers' hybrid layers know no other either."""
-        return self.capacity if self.capacity is not None else -1  # type: ignore[attr-defined]
+        return self.capacity if self.capacity is not None else -1
 
     def reset(self) -> None:
         """Forgets all tokens and states."""
@@ -427,35 +435,33 @@ class _Hybrid:
         super().crop(tokens_to_remove)
 
 
-class QKVHybridLayer(_Hybrid, QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+class QKVHybridLayer(_Hybrid, QKVLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, metaclass]
     """The cache of a layer with both linear attention and full attention."""
 
 
-class QKVHybridSlidingLayer(_Hybrid, QKVSlidingLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
+class QKVHybridSlidingLayer(  # type: ignore[misc, metaclass]
+    _Hybrid, QKVSlidingLayer, LinearAttentionAndSlidingWindowAttentionLayer
+):
     """The cache of a layer with both linear attention and a sliding window."""
 
 
-def layer_like(plain: Any, *arguments: Any, capacity: int | None = None) -> Any:
+def layer_like(plain: Any, **arguments: Any) -> Any:
     """Our layer for a layer of ``DynamicCache``; None where there is nothing of ours for its kind.
 
     Args:
         plain: a layer of ``DynamicCache``, new.
-        arguments, capacity: as :class:`QKVLayer`.
+        arguments: as :class:`QKVLayer`.
     """
     kind = type(plain)  # exactly: what a model derives from these keeps something that we do not know
     if kind is DynamicLayer:
-        return QKVLayer(*arguments, capacity=capacity)
+        return QKVLayer(**arguments)
     if kind is DynamicSlidingWindowLayer:
-        return QKVSlidingLayer(*arguments, sliding_window=plain.sliding_window, capacity=capacity)
+        return QKVSlidingLayer(sliding_window=plain.sliding_window, **arguments)
     if kind is LinearAttentionAndFullAttentionLayer:
-        return QKVHybridLayer(*arguments, number_of_states=plain.number_of_states, capacity=capacity)
+        return QKVHybridLayer(**arguments, **{"number_of_states": plain.number_of_states})
     if kind is LinearAttentionAndSlidingWindowAttentionLayer:
-        return QKVHybridSlidingLayer(
-            *arguments,
-            number_of_states=plain.number_of_states,
-            sliding_window=plain.sliding_window,
-            capacity=capacity,
-        )
+        arguments |= {"sliding_window": plain.sliding_window, "number_of_states": plain.number_of_states}
+        return QKVHybridSlidingLayer(**arguments)
     return None
 
 
