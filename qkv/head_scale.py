@@ -33,7 +33,7 @@ class HeadScale:
         self.format, self.given = format, given is not None
         self._given = given
         self.current: torch.Tensor | None = None
-        self._first: torch.Tensor | None = None  # as the warm-up left them
+        self._first: torch.Tensor | None = None  # as they were before the first packed segment that is held
 
     def begin(self, batch: int, device: torch.device) -> None:
         if self._given is not None:
@@ -57,6 +57,13 @@ class HeadScale:
         for plane in planes:
             assert plane.scale is not None
             self.current = torch.where(plane.scale.isnan(), self.current, plane.scale)
+
+    def forget(self, plane: Plane) -> None:
+        """A plane goes from the front: what its scales had become is where :meth:`rewind` starts from now on."""
+        if self.given or self._first is None:
+            return
+        assert plane.scale is not None
+        self._first = torch.where(plane.scale.isnan(), self._first, plane.scale)
 
     def clear(self) -> None:
         self.current = self._first = None

@@ -501,6 +501,9 @@ class LayerStore:
                 self.packed_length -= n
         # A segment that may still take tokens stays, even when none of its tokens is left.
         keep = self.packed[-1:] if self._open else []
+        for segment in self.packed:
+            if not segment.length and segment not in keep:
+                self._forget(segment)
         if self.capacity is not None:
             fit = (s for s in self.packed if not s.length and s not in keep and s.capacity == SMALL_SEGMENT_TOKENS)
             self._empty.extend(fit)
@@ -508,6 +511,13 @@ class LayerStore:
         if self.sink is not None and self.sink.length == 0:
             self.sink = None
         self.version += 1
+
+    def _forget(self, segment: Segment) -> None:
+        """A packed segment goes, all of whose tokens have left in front."""
+        if self._key_head is not None:
+            self._key_head.forget(segment.key)
+        if self._value_head is not None:
+            self._value_head.forget(segment.value)
 
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to every tensor; it selects or repeats along dimension 0, the batch."""
@@ -579,6 +589,8 @@ class LayerStore:
         kept = []
         self.packed_length = 0
         for segment in self.packed:
+            if not segment.length:
+                self._forget(segment)  # it was only kept because it had room
             segment.length = min(segment.length, left)
             left -= segment.length
             if segment.length:
