@@ -47,6 +47,35 @@ def load_text(path: str | None = None) -> Text:
     return Text(Path(path).name, content)
 
 
+def load_dataset_text(name: str) -> Text:
+    """Reads a text out of a data set of the Hugging Face hub, or of a folder in its form.
+
+    Args:
+        name: ``NAME``, ``NAME:CONFIG``, ``NAME:CONFIG:SPLIT`` or ``NAME:CONFIG:SPLIT:COLUMN``; what is empty or left
+            out is the data set's only configuration, the split ``test``, and the column ``text``. Rows are joined by
+            blank lines.
+
+    Raises:
+        ValueError: the package ``datasets`` is missing, or the data set, its split or its column.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("a data set by name needs the package datasets; run: pip install 'qkv[eval]'") from error
+    repository, config, split, column = (*name.split(":"), "", "", "")[:4]
+    split, column = split or "test", column or "text"
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split)
+    except Exception as error:  # of many kinds: no network, no such set, no such split
+        raise ValueError(f"cannot load the data set {name!r}: {' '.join(str(error).split())}") from error
+    if column not in rows.column_names:
+        raise ValueError(f"the data set {name!r} has no column {column!r}; it has {', '.join(rows.column_names)}")
+    content = "\n\n".join(text for text in rows[column] if text.strip())
+    if not content:
+        raise ValueError(f"the data set {name!r} holds no text in {column!r}")
+    return Text(name, content)
+
+
 def embedded_text() -> Text:
     """Returns the running prose of Python's own language reference, from the module ``pydoc_data.topics``.
 
@@ -63,8 +92,10 @@ def embedded_text() -> Text:
     return Text(f"Python {platform.python_version()} reference", "\n\n".join(paragraphs))
 
 
-def cut_windows(tokenizer: PreTrainedTokenizerBase, text: Text, window: int, limit: int | None = None) -> torch.Tensor:
-    """Cuts a text into consecutive windows of tokens that do not overlap.
+def cut_windows(
+    tokenizer: PreTrainedTokenizerBase, text: Text, window: int, limit: int | None = None, stride: int | None = None
+) -> torch.Tensor:
+    """Cuts a text into windows of tokens.
 
     Each window begins with the token that the tokenizer puts before a text, if it does that (Gemma needs it); what is
     left over at the end is dropped.
@@ -74,12 +105,13 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, text: Text, window: int, lim
         text: what to cut.
         window: tokens in a window, the token before the text included.
         limit: windows at most; None: all.
+        stride: tokens from the start of a window to that of the next; None: they do not overlap.
 
     Returns:
         int64 ``[windows, window]``.
 
     Raises:
-        ValueError: the text is shorter than one window.
+        ValueError: the text is shorter than one window, or the stride longer.
     """
     if window < 2:
         raise ValueError(f"window={window} is too short; a window needs at least 2 tokens")
@@ -87,16 +119,19 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, text: Text, window: int, lim
         raise ValueError(f"limit={limit} leaves nothing to score; use 1 or more windows")
     tokens = _encode(tokenizer, text.content)
     first = _encode(tokenizer, "", add_special_tokens=True)[:1]
-    step = window - len(first)
-    count = len(tokens) // step
-    if count == 0:
+    held = window - len(first)
+    step = stride if stride is not None else held
+    if not 1 <= step <= held:
+        raise ValueError(f"stride={stride} must be from 1 to {held}, the tokens of text in a window")
+    count = (len(tokens) - held) // step + 1
+    if len(tokens) < held:
         raise ValueError(
             f"the text {text.name!r} has {len(tokens)} tokens, less than one window of {window}; "
             "use a longer text or a shorter window"
         )
     if limit is not None:
         count = min(count, limit)
-    windows = torch.tensor(tokens[: count * step], dtype=torch.int64).reshape(count, step)
+    windows = torch.tensor(tokens, dtype=torch.int64).unfold(0, held, step)[:count]
     if first:
         windows = torch.cat([torch.tensor(first, dtype=torch.int64).expand(count, 1), windows], dim=1)
     return windows

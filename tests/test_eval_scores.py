@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 import qkv
 from qkv.named_caches import NamedCache, named_cache
 from qkv_eval.divergence import compare_predictions, token_losses
-from qkv_eval.perplexity import PROMPT_TOKENS, Scores, score_caches, summarize
+from qkv_eval.perplexity import NOISE_FLOOR, PROMPT_TOKENS, Scores, by_position, score_caches, summarize
 from qkv_eval.text import cut_windows, embedded_text
 
 
@@ -19,9 +19,9 @@ def random_windows(count: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
-def stepwise(cache: NamedCache) -> NamedCache:
-    """The same kind of cache, scored token by token."""
-    return NamedCache(f"{cache.name} stepwise", cache.make, cache.is_ours, attends_to_stored=False)
+def again(cache: NamedCache) -> NamedCache:
+    """The same kind of cache under another name."""
+    return NamedCache(f"{cache.name} again", cache.make, cache.is_ours, cache.attends_to_stored)
 
 
 def of_setup(**setup: object) -> NamedCache:
@@ -84,12 +84,12 @@ SETUPS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_scoring_in_chunks_equals_scoring_token_by_token(tiny_model: PreTrainedModel, setup: dict[str, object]) -> None:
-    windows, cache = random_windows(2, PROMPT_TOKENS + 60), of_setup(**setup, backend="reference")
-    # Both skip the prompt, which the stepwise one gets in one pass.
-    scores = score_caches(tiny_model, windows, [cache, stepwise(cache)], chunk=32)
-    chunked, steps = scores["setup"], scores["setup stepwise"]
+    windows, cache = random_windows(2, 130), of_setup(**setup, backend="reference")
+    modes = {"setup again": "stepwise"}
+    scores = score_caches(tiny_model, windows, [cache, again(cache)], chunk=32, scoring=modes)
+    chunked, steps = scores["setup"], scores["setup again"]
     assert (chunked.scoring, steps.scoring) == ("chunked", "stepwise")
-    assert chunked.losses.shape == steps.losses.shape == (2, 59)
+    assert chunked.losses.shape == steps.losses.shape == (2, 129)
     assert (chunked.losses - steps.losses).abs().max() < 1e-4
     assert (chunked.divergence - steps.divergence).abs().max() < 1e-4
     assert chunked.divergence.mean() > 1e-6
@@ -100,9 +100,10 @@ def test_the_kernel_that_serves_single_tokens_adds_little_to_what_the_format_doe
     tiny_model: PreTrainedModel, setup: dict[str, object]
 ) -> None:
     """Chunks are decoded for torch's attention, single tokens go through the kernel: the scores may differ by it."""
-    windows, cache = random_windows(2, PROMPT_TOKENS + 60), of_setup(**setup)
-    scores = score_caches(tiny_model, windows, [cache, stepwise(cache)], chunk=32)
-    chunked, steps, plain = (scores[name].losses for name in ("setup", "setup stepwise", "dynamic"))
+    windows, cache = random_windows(2, 130), of_setup(**setup)
+    modes = {"setup again": "stepwise"}
+    scores = score_caches(tiny_model, windows, [cache, again(cache)], chunk=32, scoring=modes)
+    chunked, steps, plain = (scores[name].losses for name in ("setup", "setup again", "dynamic"))
     assert (chunked - steps).abs().mean() < (chunked - plain).abs().mean() / 20
 
 
@@ -117,19 +118,72 @@ def test_the_size_of_chunks_and_groups_changes_nothing(
     torch.testing.assert_close(together.divergence, apart.divergence, rtol=0, atol=1e-4)
 
 
-def test_a_cache_that_hides_its_stored_values_in_a_pass_is_scored_token_by_token(tiny_model: PreTrainedModel) -> None:
-    """In one pass, transformers' own caches hand back what they were given: perplexity would show no drift at all."""
-    windows = random_windows(2, PROMPT_TOKENS + 60)
-    cache = named_cache("hf-fp8")
-    hidden = NamedCache("one pass", cache.make, is_ours=False, attends_to_stored=True)
-    figures = {}
-    for contestant in (cache, hidden):
-        scores = score_caches(tiny_model, windows, [contestant], chunk=windows.shape[1])
-        figures[contestant.name] = summarize(scores[contestant.name], scores["dynamic"])
-    assert figures["one pass"]["kld_mean"] == 0
-    assert figures["hf-fp8"]["kld_mean"] > 1e-4
-    assert figures["hf-fp8"]["scoring"] == "stepwise"
-    assert figures["hf-fp8"]["tokens"] == 2 * 59
+@pytest.mark.parametrize("name", ["hf-fp8", "hf-hqq8"])
+def test_a_cache_that_hides_its_stored_values_in_a_pass_is_scored_token_by_token(
+    tiny_model: PreTrainedModel, name: str
+) -> None:
+    """Case 16. In one pass such caches hand back what they were given: perplexity would show no drift at all."""
+    if name == "hf-hqq8":
+        pytest.importorskip("hqq", reason="hqq is not installed")
+    windows, cache = random_windows(2, PROMPT_TOKENS + 61), [named_cache(name)]
+    scores = score_caches(tiny_model, windows, cache)
+    figures = summarize(scores[name], scores["dynamic"])
+    assert figures["kld_mean"] > 1e-7
+    assert figures["scoring"] == "stepwise"
+    assert (figures["tokens"], scores[name].first) == (2 * 60, PROMPT_TOKENS)
+    with pytest.raises(ValueError, match=f"{name!r} hides what it stores .* 'chunked' would flatter it"):
+        score_caches(tiny_model, windows, cache, scoring="chunked")
+    scores = score_caches(tiny_model, windows, cache, scoring="prefill-exact")
+    figures = summarize(scores[name], scores["dynamic"])
+    assert (figures["kld_mean"], figures["scoring"]) == (0, "prefill-exact")
+
+
+def test_exact_prefill_shows_no_drift_and_says_what_it_is(tiny_model: PreTrainedModel) -> None:
+    scores = score_caches(tiny_model, random_windows(2, 100), [named_cache("fp8_e5m2")], scoring="prefill-exact")
+    figures = summarize(scores["fp8_e5m2"], scores["dynamic"])
+    assert figures["scoring"] == "prefill-exact"
+    assert abs(figures["kld_mean"]) < 1e-6
+
+
+def test_a_setup_with_exact_prefill_is_found_out_and_scored_token_by_token(tiny_model: PreTrainedModel) -> None:
+    cache = of_setup(format="fp8_e5m2", prefill="exact")
+    scores = score_caches(tiny_model, random_windows(1, PROMPT_TOKENS + 40), [cache])
+    assert scores["setup"].scoring == "stepwise"
+    assert scores["setup"].divergence.mean() > 1e-5
+
+
+def test_the_noise_floor_is_rounding(tiny_model: PreTrainedModel) -> None:
+    threads = torch.get_num_threads()
+    scores = score_caches(tiny_model, random_windows(2, 200), [named_cache("int8")], noise_floor=True)
+    floor, int8 = (summarize(scores[name], scores["dynamic"]) for name in (NOISE_FLOOR, "int8"))
+    assert 0 < floor["kld_max"] < 1e-5 < int8["kld_max"]
+    assert floor["same_top_percent"] == 100
+    assert torch.get_num_threads() == threads
+    assert list(scores) == ["dynamic", NOISE_FLOOR, "int8"]
+
+
+def test_an_unknown_scoring_is_refused(tiny_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="unknown scoring 'fast'; use one of auto, chunked"):
+        score_caches(tiny_model, random_windows(1, 20), [], scoring="fast")
+
+
+def test_figures_by_position_add_up_to_those_of_the_whole(tiny_model: PreTrainedModel) -> None:
+    scores = score_caches(tiny_model, random_windows(2, 100), [named_cache("fp8_e5m2")])
+    counted = torch.rand(2, 99, generator=torch.Generator().manual_seed(0)) < 0.7
+    whole = summarize(scores["fp8_e5m2"], scores["dynamic"], counted)
+    rows = by_position(scores["fp8_e5m2"], scores["dynamic"], counted)
+    assert [row["from"] for row in rows] == [0, *[row["to"] for row in rows[:-1]]]
+    assert (rows[-1]["to"], sum(row["tokens"] for row in rows)) == (99, int(counted.sum()))
+    for key in ("kld_mean", "same_top_percent"):
+        assert sum(row[key] * row["tokens"] for row in rows) / whole["tokens"] == pytest.approx(whole[key], rel=1e-6)
+
+
+def test_quantiles_are_those_of_the_positions() -> None:
+    divergence = torch.arange(1001.0)[None] / 1000
+    scores = Scores(torch.zeros(1, 1001), divergence, divergence < 2, "chunked")
+    figures = summarize(scores, scores)
+    found = [figures[key] for key in ("kld_median", "kld_p99", "kld_p999", "kld_max")]
+    assert found == pytest.approx([0.5, 0.99, 0.999, 1.0])
 
 
 def test_with_a_stepwise_cache_all_rows_are_over_the_same_positions(tiny_model: PreTrainedModel) -> None:

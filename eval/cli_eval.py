@@ -1,0 +1,12 @@
+"""The command ``qkv eval``: what a cache does to a model, each evaluation a command of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from qkv_eval.cli_ppl import ppl
+
+evaluate = typer.Typer(
+    help="What a cache does to a model, measured through the values that it stores.", no_args_is_help=True
+)
+evaluate.command("ppl")(ppl)
