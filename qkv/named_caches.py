@@ -4,6 +4,7 @@
 | --- | --- |
 | a name from ``qkv.formats()`` | ``QKVCache`` of that format |
 | a path ending in .yaml or .yml | ``QKVCache`` of that set-up |
+| ``package.module:function`` | what that function, of yours, makes for a model's configuration |
 | ``dynamic`` | transformers' ``DynamicCache``: nothing is quantized |
 | ``hf-fp8`` | transformers' ``QuantizedCache``, e4m3, one scale for a layer's tensor, fixed by the first update |
 | ``hf-quanto4``, ``hf-quanto2`` | the same with optimum-quanto, 4 and 2 bits |
@@ -15,7 +16,9 @@ that its documentation recommends for each backend: 0 with quanto, 1 with HQQ.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +77,8 @@ def named_cache(name: str) -> NamedCache:
         return NamedCache(name, _make_dynamic, is_ours=False, attends_to_stored=True)
     if name in _TRANSFORMERS:
         return _from_transformers(name)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return _from_function(name)
     return _from_qkv(name)
 
 
@@ -97,6 +102,27 @@ def _from_transformers(name: str) -> NamedCache:
     return NamedCache(name, make, is_ours=False, attends_to_stored=False)
 
 
+def _from_function(name: str) -> NamedCache:
+    from transformers.cache_utils import Cache
+
+    import qkv
+
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the cache {name!r} cannot be imported: {error}") from error
+
+    def checked(config: PreTrainedConfig) -> Cache:
+        made = make(config)
+        if not isinstance(made, Cache):
+            raise ValueError(f"{name} made a {type(made).__name__}, not a cache of transformers")
+        return made
+
+    ours = isinstance(make, type) and issubclass(make, qkv.QKVCache)
+    return NamedCache(name, checked, is_ours=ours, attends_to_stored=False)
+
+
 def _from_qkv(name: str) -> NamedCache:
     import qkv
 
@@ -110,7 +136,10 @@ def _from_qkv(name: str) -> NamedCache:
     elif name in qkv.formats():
         setup, label, options = name, name, {}
     else:
-        raise ValueError(f"unknown cache {name!r}; use one of {', '.join(cache_names())}, or the path of a YAML file")
+        raise ValueError(
+            f"unknown cache {name!r}; use one of {', '.join(cache_names())}, the path of a YAML file, or "
+            "package.module:function"
+        )
     faithful = options.get("prefill", "stored") == "stored"
     return NamedCache(label, lambda config: qkv.QKVCache(config, setup), is_ours=True, attends_to_stored=faithful)
 

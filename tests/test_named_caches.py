@@ -85,3 +85,23 @@ def test_two_caches_of_one_name_are_refused(tmp_path: Path) -> None:
     file.write_text("format: int8\nsink_tokens: 4\n")
     with pytest.raises(ValueError, match="'int8'"):
         with_baseline(["int8", str(file)])
+
+
+def make_of_mine(config: object) -> DynamicCache:
+    return DynamicCache()
+
+
+def make_nonsense(config: object) -> list[int]:
+    return [1]
+
+
+def test_a_function_of_the_user_makes_a_cache_too() -> None:
+    named = named_cache(f"{__name__}:make_of_mine")
+    assert (named.name, named.is_ours) == (f"{__name__}:make_of_mine", False)
+    assert isinstance(named.make(None), DynamicCache)
+    with pytest.raises(ValueError, match="made a list, not a cache"):
+        named_cache(f"{__name__}:make_nonsense").make(None)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        named_cache(f"{__name__}:not_there")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        named_cache("no_such_package:make")
