@@ -93,7 +93,7 @@ def compare(
         _print_samples(run, settings.prompt, samples)
     for note in notes:
         run.warn(note)
-    run.finish(rows, samples=samples, meta={"text": scored, "notes": notes})
+    run.finish(rows, samples=samples, meta={"command": "compare", "text": scored, "notes": notes})
 
 
 @bench.command("decode")
@@ -138,7 +138,7 @@ def bench_decode(
         [{**row, "kv_mb": row["kv_bytes"] / 1e6} for row in rows],
         "Medians; spread: interquartile range / median; speed: DynamicCache's time / this one's, in turn in one run.",
     )
-    _finish(run, rows, notes)
+    _finish(run, "bench decode", rows, notes)
 
 
 @bench.command("kernel")
@@ -181,13 +181,13 @@ def bench_kernel(
         [{**row, "shape": f"{row['kv_heads']}x{row['q_per_kv']}x{row['head_dim']}"} for row in rows],
         f"Medians; torch: its fastest way on fp32 tensors; memory reads at {rows[0]['read_gb_per_s']:.1f} GB/s here.",
     )
-    _finish(run, rows, notes)
+    _finish(run, "bench kernel", rows, notes)
 
 
-def _finish(run: Run, rows: list[dict[str, Any]], notes: list[str]) -> None:
+def _finish(run: Run, command: str, rows: list[dict[str, Any]], notes: list[str]) -> None:
     for note in notes:
         run.warn(note)
-    run.finish(rows, meta={"notes": notes})
+    run.finish(rows, meta={"command": command, "notes": notes})
 
 
 def _print_samples(run: Run, prompt: str, samples: list[Mapping[str, Any]]) -> None:
