@@ -49,7 +49,8 @@ def new_handle(layer: StoredLayer, length: int = 0) -> torch.Tensor:
     _register()
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor([number, length], dtype=torch.int64)
+    with torch.inference_mode(False):  # it is written in and outside of that mode
+        return torch.tensor([number, length], dtype=torch.int64)
 
 
 def _layer(handle: torch.Tensor) -> StoredLayer:

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -36,6 +38,23 @@ SEGMENT_TOKENS = 256
 SMALL_SEGMENT_TOKENS = 128
 LARGE_STORE_TOKENS = 4096
 RESIDUAL_SLACK = 64
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _lasting(method: Method) -> Method:
+    """Lets a method make tensors that may be written anywhere later.
+
+    What is made in ``torch.inference_mode`` can never be written outside of it, and a cache goes on in both.
+    """
+
+    @wraps(method)
+    def lasting(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast("Method", lasting)
 
 
 @dataclass(frozen=True)
@@ -234,6 +253,14 @@ class LayerStore:
         """
         if keys.shape == self._one_token[0] and values.shape == self._one_token[1] and self._append_one(keys, values):
             return None
+        return self._append_any(keys, values)
+
+    @_lasting
+    def _append_any(self, keys: torch.Tensor, values: torch.Tensor) -> Late | None:
+        if keys.dtype != values.dtype and torch.is_autocast_enabled(keys.device.type):
+            # Autocast leaves keys in float32 when it rotates them, and values in its own type.
+            wide = torch.promote_types(keys.dtype, values.dtype)
+            keys, values = keys.to(wide), values.to(wide)
         self.check(keys, values)
         if self.capacity is not None and self.length + keys.shape[2] > self.capacity:
             raise ValueError(
@@ -519,6 +546,7 @@ class LayerStore:
         if self._value_head is not None:
             self._value_head.forget(segment.value)
 
+    @_lasting
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to every tensor; it selects or repeats along dimension 0, the batch."""
         if self.shape is None:
@@ -553,6 +581,7 @@ class LayerStore:
             self._replace(lambda x: x.to(target))
             self.place = target
 
+    @_lasting
     def _replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by ``function`` of it, in new segments."""
         self.sink = self.sink.mapped(function) if self.sink is not None else None
@@ -565,6 +594,7 @@ class LayerStore:
         self.kernel_regions = None
         self.version += 1
 
+    @_lasting
     def crop(self, length: int) -> None:
         """Forgets all tokens from position ``length`` on.
 
