@@ -49,6 +49,8 @@ SCORINGS = ("auto", "chunked", "stepwise", "prefill-exact")
 NOISE_FLOOR = "noise floor"
 # Tokens that a cache gets in one pass before it is scored token by token, where it cannot be scored in chunks.
 PROMPT_TOKENS = 128
+# Windows that go forward together where a cache is scored token by token.
+STEPWISE_ROWS = 8
 # Logits held for one chunk and cache: at most this many numbers.
 _MOST_LOGITS = 1 << 25
 # Into how many stretches of the context figures by position are cut.
@@ -133,6 +135,9 @@ def score_caches(
     if "prefill-exact" in modes.values():
         chunk = windows.shape[1]
     vocabulary = model.get_output_embeddings().weight.shape[0]
+    if "stepwise" in modes.values():
+        # A step costs nearly the same for several windows: many in a short chunk, not few in a long one.
+        chunk = max(1, min(chunk, _MOST_LOGITS // (min(len(windows), STEPWISE_ROWS) * vocabulary)))
     rows = max(1, min(len(windows), _MOST_LOGITS // (chunk * vocabulary)))
     parts: dict[str, list[Scores]] = {cache.name: [] for cache in contestants}
     try:
