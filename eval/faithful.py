@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import qkv
+from qkv.named_caches import as_argument
 from qkv_eval.peers import attend_as_meant
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def check_cache(model: PreTrainedModel, cache: NamedCache, seed: int = 0) -> Ver
 def _layers_to_try(model: PreTrainedModel) -> list[tuple[int, tuple[int, int, int], int]]:
     """The first and the last layer of each shape: index, ``(kv_heads, key_dim, value_dim)``, and tokens to try."""
     plain = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=plain, use_cache=True)
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), **as_argument(plain), use_cache=True)
     shapes: dict[Any, list[int]] = {}
     for index, layer in enumerate(plain.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 import qkv
-from qkv.named_caches import UNQUANTIZED, NamedCache, named_cache
+from qkv.named_caches import UNQUANTIZED, NamedCache, as_argument, named_cache
 from qkv_eval.divergence import compare_predictions, token_losses
 from qkv_eval.faithful import check_cache
 from qkv_eval.peers import Progress, attend_as_meant
@@ -315,7 +315,7 @@ def _make(model: PreTrainedModel, cache: NamedCache, mode: str) -> Cache:
 def _forward(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache, piece: int) -> torch.Tensor:
     """Logits of the tokens, ``piece`` of them in one pass."""
     parts = [
-        model(input_ids=tokens[:, i : i + piece], past_key_values=cache, use_cache=True).logits
+        model(input_ids=tokens[:, i : i + piece], **as_argument(cache), use_cache=True).logits
         for i in range(0, tokens.shape[1], piece)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

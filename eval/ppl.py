@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qkv.named_caches import as_argument
 from qkv_eval.faithful import check_cache
 from qkv_eval.held import bits_per_value
 from qkv_eval.peers import Progress, attend_as_meant, with_baseline
@@ -119,7 +120,7 @@ def _bits_per_value(model: PreTrainedModel, window: torch.Tensor, caches: list[N
     for cache in caches:
         attend_as_meant(model, cache)
         made = cache.make(model.config)
-        model(input_ids=window, past_key_values=made, use_cache=True, logits_to_keep=1)
+        model(input_ids=window, **as_argument(made), use_cache=True, logits_to_keep=1)
         if not values:  # of the first, which is unquantized and tells how many numbers there are
             kept = [x for layer in made.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
             values = sum(x.numel() for x in kept if isinstance(x, torch.Tensor))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qkv.cli.generate import encode_prompt
+from qkv.named_caches import as_argument
 from qkv_eval.peers import Progress, attend_as_meant
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def write_samples(
         attend_as_meant(model, named)
         try:
             output = writer.generate(
-                **inputs, past_key_values=named.make(model.config), max_new_tokens=tokens, do_sample=False
+                **inputs, **as_argument(named.make(model.config)), max_new_tokens=tokens, do_sample=False
             )
         except RuntimeError as error:
             if named.is_ours:

@@ -5,7 +5,7 @@
     import qkv
     qkv.enable(model)
     cache = qkv.QKVCache(model.config, "int8")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # transformers 5.24 and later: cache=cache
 """
 
 from __future__ import annotations

@@ -99,6 +99,9 @@ class QKVCache(DynamicCache):
                 'format comes second: QKVCache(model.config, "int8")'
             )
         self._model_config = config.get_text_config(decoder=True)
+        head_dim = vars(self._model_config).get("head_dim")  # as an attribute, some models' configurations refuse it
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"the model's head_dim is {head_dim}; it must be at least 1")
         kinds = DynamicCache(config=config).layers
         # What is not ours: of transformers' own kind for the layout.
         others = kinds if max_cache_len is None else StaticCache(config, max_cache_len).layers

@@ -53,6 +53,8 @@ class PackedTensor(torch.Tensor):
         if func in _ABOUT_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and len(args) == 2 and not kwargs and _is_already(*args):
+            return args[0]
         return _decoded_call(func, args, kwargs)
 
     @classmethod
@@ -78,6 +80,13 @@ _ABOUT_THE_SHAPE = {
     torch.is_floating_point,
     torch.numel,
 }
+
+
+def _is_already(tensor: torch.Tensor, target: Any) -> bool:
+    """Before transformers 5.23, layers of Gemma 4 move the keys that they share to the device on which they are."""
+    if isinstance(target, torch.device):
+        return target == tensor.device
+    return isinstance(target, torch.dtype) and target == tensor.dtype
 
 
 def _decoded_call(func: Any, args: Any, kwargs: Any) -> Any:

@@ -16,8 +16,10 @@ that its documentation recommends for each backend: 0 with quanto, 1 with HQQ.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +59,22 @@ class NamedCache:
     make: Callable[[PreTrainedConfig], Cache]
     is_ours: bool
     attends_to_stored: bool
+
+
+def as_argument(cache: Cache) -> dict[str, Cache]:
+    """Returns the keyword argument by which a model's forward and ``generate`` take a cache.
+
+    transformers 5.24 renamed it, from ``past_key_values`` to ``cache``, and warns where it meets the old name.
+    """
+    return {_argument_name(): cache}
+
+
+@functools.cache
+def _argument_name() -> str:
+    from transformers import GenerationMixin
+
+    names = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def cache_names() -> tuple[str, ...]:

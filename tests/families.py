@@ -14,6 +14,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import qkv
+from qkv.named_caches import as_argument
 
 VOCABULARY = 99
 WINDOW = 16
@@ -313,7 +314,7 @@ def logits(model: PreTrainedModel, cache: Any, pieces: list[int] = PIECES) -> to
     out = []
     for x in ids.split(pieces, dim=1):
         image = with_image(model, x, bool(out)) if "vision_config" in model.config.sub_configs else {}
-        out.append(model(**{name: x, **extra, **image}, past_key_values=cache, use_cache=True).logits)
+        out.append(model(**{name: x, **extra, **image}, **as_argument(cache), use_cache=True).logits)
     return torch.cat(out, dim=1)
 
 

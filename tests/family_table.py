@@ -18,6 +18,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 import qkv
 from qkv.layers import QKVHybridLayer, QKVHybridSlidingLayer, QKVLayer, QKVSlidingLayer
+from qkv.named_caches import as_argument
 
 BEGIN, END = "<!-- families: make families -->", "<!-- end of families -->"
 HEADER = (
@@ -85,12 +86,12 @@ def compiles(model: PreTrainedModel) -> bool:
     try:
         caches = static(), static()
         for cache in caches:
-            model(**{name: ids[:, :20]}, past_key_values=cache, **extra)
+            model(**{name: ids[:, :20]}, **as_argument(cache), **extra)
         for i in range(20, 28):
             step = {name: ids[:, i : i + 1], **extra}
             with torch._dynamo.config.patch(error_on_recompile=i > 21):
-                actual = compiled(**step, past_key_values=caches[0]).logits
-            expected = model(**step, past_key_values=caches[1]).logits
+                actual = compiled(**step, **as_argument(caches[0])).logits
+            expected = model(**step, **as_argument(caches[1])).logits
             # Far above rounding, far below one token seen too few or too many.
             if float((actual - expected).abs().max()) > 1e-3 * float(expected.abs().max()):
                 return False

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import qkv
+from qkv.named_caches import as_argument
 
 QUANTIZED = [name for name in qkv.formats() if name != "none"]
 # Different ways to store; every one must keep the promises below.
@@ -38,7 +39,7 @@ def prompt(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    return model(ids, past_key_values=cache, use_cache=True, **kwargs).logits
+    return model(ids, **as_argument(cache), use_cache=True, **kwargs).logits
 
 
 @torch.no_grad()
@@ -156,9 +157,9 @@ def test_generate_with_left_padding_equals_each_row_alone(
     padded = torch.cat([torch.nn.functional.pad(row, (30 - row.shape[1], 0), value=258) for row in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(r), (30 - r.shape[1], 0)) for r in rows])
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 258}
-    batch = model.generate(padded, attention_mask=mask, past_key_values=qkv.QKVCache(model.config, **way), **options)
+    batch = model.generate(padded, attention_mask=mask, **as_argument(qkv.QKVCache(model.config, **way)), **options)
     for i, row in enumerate(rows):
-        alone = model.generate(row, past_key_values=qkv.QKVCache(model.config, **way), **options)
+        alone = model.generate(row, **as_argument(qkv.QKVCache(model.config, **way)), **options)
         new = alone[0, lengths[i] :]
         assert torch.equal(new, batch[i, 30 : 30 + len(new)])
 
@@ -170,10 +171,12 @@ class FakeQuantized(DynamicCache):
         super().__init__(config=config)
         self.way = way
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         layer = qkv.QKVCache(None, **self.way)
         layer.update(key_states, value_states, 0)
-        return super().update(layer.layers[0].keys, layer.layers[0].values, layer_idx, *args)
+        return super().update(layer.layers[0].keys, layer.layers[0].values, layer_idx, *args, **kwargs)
 
 
 @pytest.mark.parametrize("way", [{"format": "none"}, *TOKEN_WISE], ids=str)
@@ -189,7 +192,7 @@ def test_generate_equals_dynamic_cache_of_the_decoded_values(
     def generate(cache: Any) -> torch.Tensor:
         torch.manual_seed(5)
         return model.generate(
-            ids, past_key_values=cache, max_new_tokens=12, num_beams=beams, do_sample=sample, pad_token_id=258
+            ids, **as_argument(cache), max_new_tokens=12, num_beams=beams, do_sample=sample, pad_token_id=258
         )
 
     expected = generate(FakeQuantized(model.config, way))
@@ -207,13 +210,13 @@ def test_a_second_turn_on_the_same_cache_equals_one_long_prompt(
     first, second = prompt(1, 35, seed=2), prompt(1, 20, seed=3)
     cache = qkv.QKVCache(tiny_model.config, **way)
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 258}
-    answer = tiny_model.generate(first, past_key_values=cache, **options)
+    answer = tiny_model.generate(first, **as_argument(cache), **options)
     # The last token that was generated has not gone through the model.
     assert cache.get_seq_length() == answer.shape[1] - 1
     assert cache.layers[0].keys.dtype == tiny_model.dtype
     turns = torch.cat([answer, second], dim=1)
-    continued = tiny_model.generate(turns, past_key_values=cache, **options)
-    fresh = tiny_model.generate(turns, past_key_values=qkv.QKVCache(tiny_model.config, **way), **options)
+    continued = tiny_model.generate(turns, **as_argument(cache), **options)
+    fresh = tiny_model.generate(turns, **as_argument(qkv.QKVCache(tiny_model.config, **way)), **options)
     assert torch.equal(continued, fresh)
 
 

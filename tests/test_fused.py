@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import qkv
 from qkv.formats.base import Format
 from qkv.lazy import PackedTensor, view_of
+from qkv.named_caches import as_argument
 from qkv.storage import LayerStore
 from qkv.view import KVView
 
@@ -38,7 +39,7 @@ def test_enable_and_disable_change_nothing_but_the_choice_of_attention(tiny_mode
         qkv.enable(tiny_model)
         assert tiny_model.config._attn_implementation == "qkv"
         assert torch.equal(tiny_model(ids).logits, expected)
-        assert torch.equal(tiny_model(ids, past_key_values=DynamicCache(config=tiny_model.config)).logits, expected)
+        assert torch.equal(tiny_model(ids, **as_argument(DynamicCache(config=tiny_model.config))).logits, expected)
         assert qkv.disable(tiny_model) is tiny_model
         assert tiny_model.config._attn_implementation == "sdpa"
         assert torch.equal(tiny_model(ids).logits, expected)
@@ -88,11 +89,11 @@ def test_a_new_format_works_at_once_and_says_that_it_is_slow(toy_format: str, ti
     qkv.enable(tiny_model)
     cache = qkv.QKVCache(tiny_model.config, toy_format, residual_length=3)
     with torch.no_grad(), pytest.warns(qkv.SlowPathWarning, match="does not read toy"):
-        tiny_model(torch.tensor([[5]]), past_key_values=cache)
+        tiny_model(torch.tensor([[5]]), **as_argument(cache))
     assert cache.stats()["layers"][0]["backend"] == "dense"
     insisting = qkv.QKVCache(tiny_model.config, toy_format, backend="cpu")
     with torch.no_grad(), pytest.raises(ValueError, match="does not read toy"):
-        tiny_model(torch.tensor([[5]]), past_key_values=insisting)
+        tiny_model(torch.tensor([[5]]), **as_argument(insisting))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_cache_made_before_enable_uses_it(tiny_model: PreTrainedModel) -> None
     cache = qkv.QKVCache(tiny_model.config, "int8")
     qkv.enable(tiny_model)
     with torch.no_grad():
-        tiny_model(torch.tensor([[5]]), past_key_values=cache)
+        tiny_model(torch.tensor([[5]]), **as_argument(cache))
     assert cache.stats()["layers"][0]["backend"] == "cpu"
 
 
@@ -167,6 +168,8 @@ def test_packed_tensors_say_what_they_stand_for() -> None:
     assert keys.dtype == torch.bfloat16
     assert keys.device.type == "cpu"
     assert keys.dim() == 4
+    assert keys.to(keys.device) is keys
+    assert keys.to(torch.bfloat16) is keys
     assert "keys of 20 tokens" in repr(keys)
     assert view_of(keys, values) is keys.kv_view
     assert view_of(keys, torch.zeros(1)) is None
@@ -180,4 +183,4 @@ def test_dropout_over_packed_keys_is_refused(tiny_model: PreTrainedModel) -> Non
         layer.self_attn.attention_dropout = 0.1
     qkv.enable(model)
     with pytest.raises(ValueError, match=r"model\.eval"), torch.no_grad():
-        model(torch.tensor([[5]]), past_key_values=qkv.QKVCache(model.config, "int8"))
+        model(torch.tensor([[5]]), **as_argument(qkv.QKVCache(model.config, "int8")))

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import qkv
+from qkv.named_caches import as_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
@@ -147,7 +148,7 @@ def single_steps(
     logits = []
     with own_attention(model):
         for i in range(start + tokens - 1):
-            step = model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1].float()
+            step = model(ids[:, i : i + 1], **as_argument(cache)).logits[:, -1].float()
             if i >= start - 1:
                 logits.append(step)
                 ids = torch.cat([ids, choose(ids, step.clone())[:, None]], dim=1)
@@ -160,11 +161,11 @@ def logits_of(model: PreTrainedModel, way: dict[str, Any], ids: torch.Tensor, at
     cache = plain_cache(model, way)
     pieces = [ids[:, :at_once], *ids[:, at_once:].split(1, dim=1)]
     with own_attention(model):
-        return torch.cat([model(piece, past_key_values=cache).logits.float() for piece in pieces], dim=1)
+        return torch.cat([model(piece, **as_argument(cache)).logits.float() for piece in pieces], dim=1)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
-    return model.generate(ids, past_key_values=cache, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    return model.generate(ids, **as_argument(cache), **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
 def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -257,7 +258,7 @@ def test_a_copied_prefix_repeated_for_beams_gives_what_a_fresh_cache_gives(case:
     expected = generate(model, ids, case.cache(), **options)
     kept = case.cache()
     with torch.no_grad():
-        model(ids[:, :LENGTH], past_key_values=kept)
+        model(ids[:, :LENGTH], **as_argument(kept))
     for _ in range(2):
         cache = copy.deepcopy(kept)
         cache.batch_repeat_interleave(3)
@@ -286,7 +287,7 @@ def test_beams_of_an_encoder_decoder_see_what_rows_that_were_never_moved_see(nam
     with torch.no_grad(), own_attention(model):
         encoded = model.get_encoder()(ids.repeat_interleave(3, dim=0), mask_of_rows)
         steps = [
-            model(decoder_input_ids=x, encoder_outputs=encoded, attention_mask=mask_of_rows, past_key_values=plain)
+            model(decoder_input_ids=x, encoder_outputs=encoded, attention_mask=mask_of_rows, **as_argument(plain))
             for x in out.sequences[:, :-1].split(1, dim=1)
         ]
     assert_same_logits(along_the_beams(out, 1), torch.cat([step.logits.float() for step in steps], dim=1))
@@ -455,7 +456,7 @@ def test_eager_attention_gives_weights_and_those_of_a_prompt_are_those_of_single
     cache = plain_cache(model, way)
     for i, token in enumerate(out.sequences[:, :-1].split(1, dim=1)):
         with torch.no_grad():
-            alone = model(token, past_key_values=cache, output_attentions=True).attentions
+            alone = model(token, **as_argument(cache), output_attentions=True).attentions
         for layer, weights in enumerate(alone):
             seen = weights.shape[-1]
             if i < LENGTH:
@@ -553,7 +554,7 @@ def test_copies_of_a_prefix_answer_several_questions_as_fresh_caches_do(case: Ca
     model, prefix = case.model(), prompt(1, 20)
     kept = case.cache()
     with torch.no_grad():
-        model(prefix, past_key_values=kept)
+        model(prefix, **as_argument(kept))
     for seed, length in ((2, 6), (3, 1), (4, 14), (2, 6)):
         ids = torch.cat([prefix, prompt(1, length, seed=seed)], dim=1)
         expected, _ = single_steps(model, case.way, ids, 8)
@@ -596,9 +597,9 @@ class Assistant:
     def generate(self, *arguments: Any, **options: Any) -> Any:
         self.drafts += 1
         if self.drafts == 1:
-            assert options.get("past_key_values") is None
-            options["past_key_values"] = self.cache
-        assert options["past_key_values"] is self.cache
+            assert all(options.get(name) is None for name in as_argument(self.cache))
+            options |= as_argument(self.cache)
+        assert as_argument(self.cache).items() <= options.items()
         return self._generate(*arguments, **options)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -668,7 +669,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_of_it_and_back(case: Cas
         assert torch.equal(out[:, before:], expected)
         ids = torch.cat([out.clone(), prompt(1, 2, seed=turn)], dim=1)
     with torch.enable_grad():
-        assert model(ids[:, -2:], past_key_values=cache).logits.isfinite().all()
+        assert model(ids[:, -2:], **as_argument(cache)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(("way", "fused"), [(NONE, False), (INT8, False), (INT8, True), (RESIDUAL, True)], ids=str)
@@ -684,7 +685,7 @@ def test_autocast_to_bfloat16_is_as_close_to_dynamic_cache_as_bfloat16_is_to_flo
     def run(cache: Any, autocast: bool) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             pieces = [ids[:, :30], *ids[:, 30:].split(1, dim=1)]
-            return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1).float()
+            return torch.cat([model(piece, **as_argument(cache)).logits for piece in pieces], dim=1).float()
 
     exact = run(DynamicCache(config=model.config), False)
     theirs = run(DynamicCache(config=model.config), True)
@@ -729,7 +730,7 @@ def graph_outlives_the_logits(model: PreTrainedModel, cache: Any) -> bool:
     try:
         with torch.enable_grad():
             for n in PASSES:
-                logits = model(prompt(2, n), past_key_values=cache).logits
+                logits = model(prompt(2, n), **as_argument(cache)).logits
                 assert logits.requires_grad
     finally:
         hook.remove()
@@ -750,6 +751,6 @@ def test_with_gradients_enabled_no_graph_is_kept_and_the_same_is_stored(case: Ca
     twin = case.cache()
     with torch.no_grad():
         for n in PASSES:
-            model(prompt(2, n), past_key_values=twin)
+            model(prompt(2, n), **as_argument(twin))
         ids = prompt(2, 3, seed=6)
-        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=twin).logits)
+        assert torch.equal(model(ids, **as_argument(cache)).logits, model(ids, **as_argument(twin)).logits)

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
 import qkv
 from qkv import named_caches
-from qkv.named_caches import cache_names, named_cache
+from qkv.named_caches import as_argument, cache_names, named_cache
 from qkv_eval.peers import with_baseline
 
 
@@ -21,7 +21,7 @@ def test_a_named_cache_works_in_a_model(tiny_model: PreTrainedModel, name: str) 
     if named.is_ours:
         qkv.enable(tiny_model)
     with torch.inference_mode():
-        tiny_model(torch.arange(10)[None], past_key_values=cache)
+        tiny_model(torch.arange(10)[None], **as_argument(cache))
     assert cache.get_seq_length() == 10
 
 

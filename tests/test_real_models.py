@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import qkv
 from qkv.models import load_model
+from qkv.named_caches import as_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
@@ -59,9 +60,7 @@ class Real:
 
     def generate(self, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
         given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-        return self.model.generate(
-            ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **given
-        )
+        return self.model.generate(ids, **as_argument(cache), return_dict_in_generate=True, output_logits=True, **given)
 
     def text(self, ids: torch.Tensor, cache: Any, **options: Any) -> list[Text]:
         """What is written to each row."""
@@ -192,7 +191,7 @@ def test_beams_find_what_they_find_with_the_other_attention_and_see_what_one_pas
 
     @torch.no_grad()
     def holding_the_prompt(cache: Any) -> Any:
-        real.model(real.prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
+        real.model(real.prompt[:, :-1], **as_argument(cache), logits_to_keep=1)
         return cache
 
     def search(prefix: Any) -> Any:
@@ -214,5 +213,5 @@ def test_beams_find_what_they_find_with_the_other_attention_and_see_what_one_pas
     along = torch.stack([step[ours.beam_indices[:, i]] for i, step in enumerate(ours.logits)], dim=1)
     for row, logits in zip(ours.sequences, along, strict=True):
         with torch.no_grad():
-            once = real.model(row[None, length - 1 : -1], past_key_values=copy.deepcopy(prefix)).logits[0]
+            once = real.model(row[None, length - 1 : -1], **as_argument(copy.deepcopy(prefix))).logits[0]
         real.assert_close(logits, once, format, length)

@@ -10,12 +10,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import qkv
+from qkv.named_caches import as_argument
 
 PROMPT = "Explain to a child, in a friendly voice, why the sky is blue."
 
 
 def write(model: PreTrainedModel, prompt: torch.Tensor, cache: Any, tokens: int) -> torch.Tensor:
-    return model.generate(prompt, past_key_values=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return model.generate(prompt, **as_argument(cache), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
 
 def test_greedy_text_of_200_tokens_is_the_same_with_none_and_nearly_with_int8(smollm2: Any) -> None:
@@ -33,9 +34,9 @@ def test_greedy_text_of_200_tokens_is_the_same_with_none_and_nearly_with_int8(sm
     assert torch.equal(write(model, prompt, qkv.QKVCache(model.config, "none"), 200), expected)
     cache = qkv.QKVCache(model.config, "int8")
     with torch.no_grad():
-        steps = [model(prompt, past_key_values=cache).logits[0, -1]]
+        steps = [model(prompt, **as_argument(cache)).logits[0, -1]]
         for token in expected[0, prompt.shape[1] : -1]:
-            steps.append(model(token.view(1, 1), past_key_values=cache).logits[0, -1])
+            steps.append(model(token.view(1, 1), **as_argument(cache)).logits[0, -1])
     assert {row["backend"] for row in cache.stats()["layers"]} == {"cpu"}
     chosen = torch.stack(steps).argmax(-1)
     different = (chosen != expected[0, prompt.shape[1] :]).nonzero().flatten().tolist()
@@ -51,12 +52,12 @@ def test_int8_and_fp8_move_the_predictions_as_little_as_measured(smollm2: Any) -
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text[20_000:26_000], return_tensors="pt").input_ids[:, :1024]
     with torch.no_grad():
-        base = model(ids, past_key_values=DynamicCache(config=model.config)).logits[0].log_softmax(-1)
+        base = model(ids, **as_argument(DynamicCache(config=model.config))).logits[0].log_softmax(-1)
         qkv.enable(model)
         figures = {}
         for name in ("none", "int8", "fp8_e4m3"):
             cache = qkv.QKVCache(model.config, name)
-            other = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+            other = model(ids, **as_argument(cache)).logits[0].log_softmax(-1)
             divergence = float((base.exp() * (base - other)).sum(-1).mean())
             same_top = float((base.argmax(-1) == other.argmax(-1)).float().mean())
             figures[name] = (divergence, same_top)
@@ -96,9 +97,9 @@ def test_eight_bits_survive_keys_with_huge_channels(smollm2: Any) -> None:
     @torch.no_grad()
     def drift(other: PreTrainedModel, name: str) -> tuple[float, float]:
         qkv.disable(other)
-        base = other(ids, past_key_values=DynamicCache(config=other.config)).logits[0].log_softmax(-1)
+        base = other(ids, **as_argument(DynamicCache(config=other.config))).logits[0].log_softmax(-1)
         qkv.enable(other)
-        quantized = other(ids, past_key_values=qkv.QKVCache(other.config, name)).logits[0].log_softmax(-1)
+        quantized = other(ids, **as_argument(qkv.QKVCache(other.config, name))).logits[0].log_softmax(-1)
         divergence = float((base.exp() * (base - quantized)).sum(-1).mean())
         return divergence, float((base.argmax(-1) == quantized.argmax(-1)).float().mean())
 

@@ -15,6 +15,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCac
 
 import qkv
 from qkv.layers import QKVLayer
+from qkv.named_caches import as_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
@@ -36,7 +37,7 @@ def ids(pieces: list[int], rows: int = 2) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def logits(model: Any, cache: Any, pieces: list[int] = PIECES) -> torch.Tensor:
-    return torch.cat([model(x, past_key_values=cache).logits for x in ids(pieces)], dim=1)
+    return torch.cat([model(x, **as_argument(cache)).logits for x in ids(pieces)], dim=1)
 
 
 def addresses(cache: qkv.QKVCache) -> list[int]:
@@ -162,7 +163,7 @@ def test_a_max_cache_len_that_is_no_length_is_refused(value: Any) -> None:
 
 @torch.no_grad()
 def steps(call: Any, cache: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.cat([call(input_ids=x, past_key_values=cache).logits for x in tokens], dim=1)
+    return torch.cat([call(input_ids=x, **as_argument(cache)).logits for x in tokens], dim=1)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -243,11 +244,11 @@ def test_generate_compiles_and_gives_the_text_of_the_growing_layout(name: str) -
     mask = torch.ones_like(prompt)
     mask[0, :7] = 0
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
-    expected = model.generate(prompt, past_key_values=qkv.QKVCache(model.config, "int8"), **options)
+    expected = model.generate(prompt, **as_argument(qkv.QKVCache(model.config, "int8")), **options)
     config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     config._compile_all_devices = True
     cache = qkv.QKVCache(model.config, "int8", max_cache_len=ROOM)
-    actual = model.generate(prompt, past_key_values=cache, compile_config=config, **options)
+    actual = model.generate(prompt, **as_argument(cache), compile_config=config, **options)
     assert torch.equal(actual, expected)
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 import qkv
 from qkv.layers import QKVLayer, QKVSlidingLayer
+from qkv.named_caches import as_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
@@ -64,7 +65,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
     chosen = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
-    return model.generate(ids, past_key_values=cache, **chosen)
+    return model.generate(ids, **as_argument(cache), **chosen)
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_a_model_returns_the_cache_that_it_was_given(
     cache = qkv.QKVCache(model.config, "int8")
     with torch.no_grad():
         for n in (5, 1):
-            assert model(prompt(1, n), past_key_values=cache, use_cache=True).past_key_values is cache
+            assert model(prompt(1, n), **as_argument(cache), use_cache=True).past_key_values is cache
     assert cache.get_seq_length() == 6
     result = generate(model, prompt(1, 7), qkv.QKVCache(model.config, "int8"), return_dict_in_generate=True)
     assert isinstance(result.past_key_values, qkv.QKVCache)
@@ -377,7 +378,7 @@ def test_copies_of_a_prefix_serve_several_prompts(name: str, format: str, models
     model, prefix = models[name], prompt(1, WINDOW + 9)
     first = qkv.QKVCache(model.config, format)
     with torch.no_grad():
-        model(prefix, past_key_values=first, use_cache=True)
+        model(prefix, **as_argument(first), use_cache=True)
     for seed in (2, 3):
         ids = torch.cat([prefix, prompt(1, 3 + seed, seed)], dim=1)
         cache = copy.deepcopy(first)
@@ -400,7 +401,7 @@ def test_what_generation_makes_of_dynamic_cache_is_continued_by_ours() -> None:
     ids = prompt(1, 20)
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :12], past_key_values=theirs, use_cache=True)
+        model(ids[:, :12], **as_argument(theirs), use_cache=True)
     ours = qkv.QKVCache(model.config, "none")
     for layer, (keys, values, _) in enumerate(theirs):
         ours.update(keys, values, layer)

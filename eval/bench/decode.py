@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qkv.named_caches import UNQUANTIZED, NamedCache, named_cache
+from qkv.named_caches import UNQUANTIZED, NamedCache, as_argument, named_cache
 from qkv_eval.bench.timing import Contestant, Timing, noise_warning, time_in_turn
 from qkv_eval.held import bits_per_value, kv_bytes
 from qkv_eval.peers import Progress, attend_as_meant, with_baseline
@@ -162,7 +162,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """
     attend_as_meant(model, named_cache(UNQUANTIZED))
     cache: Any = named_cache(UNQUANTIZED).make(model.config)
-    model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64), **as_argument(cache), use_cache=True)
     layers = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -212,8 +212,10 @@ def fill_caches(
 
 
 def _contestant(model: PreTrainedModel, named: NamedCache, cache: Cache, token: torch.Tensor) -> Contestant:
+    arguments = as_argument(cache)
+
     def step() -> None:
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=token, use_cache=True, **arguments)
 
     return Contestant(named.name, step, lambda: attend_as_meant(model, named))
 

@@ -43,7 +43,7 @@ def generate(
     import torch
 
     import qkv
-    from qkv.named_caches import named_cache
+    from qkv.named_caches import as_argument, named_cache
 
     run = Run(json, seed, threads)
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -71,7 +71,7 @@ def generate(
     began = time.perf_counter()
     with torch.inference_mode():
         output = language_model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, streamer=streamer, **sampling
+            **inputs, **as_argument(cache), max_new_tokens=max_new_tokens, streamer=streamer, **sampling
         )
     seconds = time.perf_counter() - began
 
