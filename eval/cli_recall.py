@@ -24,7 +24,7 @@ def recall(
         str, typer.Option("--depths", help="places of what is asked for, 0 (the start) to 1; a list")
     ] = "0.1,0.5,0.9",
     n: Annotated[int, typer.Option("--n", "--limit", min=1, help="answers for each depth")] = 8,
-    keys: Annotated[int, typer.Option("--keys", min=1, help="secret words in a document of many_keys")] = 8,
+    keys: Annotated[int, typer.Option("--keys", min=1, help="secret words in a document of many_keys")] = 4,
     text: Annotated[
         str | None, typer.Option("--text", help="a text file for the prose (default: an embedded text)", metavar="FILE")
     ] = None,

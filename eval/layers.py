@@ -33,7 +33,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import qkv
-from qkv.named_caches import UNQUANTIZED, NamedCache, named_cache
+from qkv.named_caches import UNQUANTIZED, NamedCache, as_argument, named_cache
 from qkv_eval.held import kv_bytes
 from qkv_eval.peers import Progress
 from qkv_eval.perplexity import Scores, check_context, score_caches, summarize
@@ -176,7 +176,7 @@ class Setup:
         def make(model_config: PreTrainedConfig) -> Cache:
             return qkv.QKVCache(model_config, config, scales=scales or None)
 
-        return NamedCache(name, make, is_ours=True, attends_to_stored=True)
+        return NamedCache(name, make, is_ours=True)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[batch, kv_heads, tokens, head_dim]`` of a layer as they are once stored."""
@@ -319,7 +319,7 @@ def measure_errors(
                 progress("comparing layers", start, len(windows))
             group = windows[start : start + rows].to(model.device)
             # What is predicted is of no interest here, and the vocabulary would take most of the memory.
-            model.base_model(input_ids=group, past_key_values=_Recorder(model.config, watcher), use_cache=True)
+            model.base_model(input_ids=group, **as_argument(_Recorder(model.config, watcher)), use_cache=True)
     if progress is not None:
         progress("comparing layers", len(windows), len(windows))
     return watcher.sums
@@ -380,7 +380,7 @@ def _bundle_size(model: PreTrainedModel, group: torch.Tensor) -> int:
     """Caches of a group of windows that fit into memory together; each bundle costs one more unquantized run."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model.base_model(input_ids=group[:1, :1].to(model.device), past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=group[:1, :1].to(model.device), **as_argument(cache), use_cache=True)
     return max(1, _MOST_BYTES // (kv_bytes(cache) * group.numel()))
 
 

@@ -124,7 +124,7 @@ def score_caches(
     modes, needs_prompt = _modes(model, contestants, scoring)
     if noise_floor:
         plain = contestants[0]
-        contestants.insert(1, NamedCache(NOISE_FLOOR, plain.make, plain.is_ours, plain.attends_to_stored))
+        contestants.insert(1, NamedCache(NOISE_FLOOR, plain.make, plain.is_ours))
         modes[NOISE_FLOOR] = modes[UNQUANTIZED]
     prompt = PROMPT_TOKENS if needs_prompt else 0
     if windows.shape[1] < prompt + 2:

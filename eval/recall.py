@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import qkv
-from qkv.named_caches import UNQUANTIZED, NamedCache
+from qkv.named_caches import UNQUANTIZED, NamedCache, as_argument
 from qkv_eval.divergence import token_losses
 from qkv_eval.faithful import check_cache
 from qkv_eval.peers import Progress, attend_as_meant, with_baseline
@@ -80,7 +80,7 @@ class RecallSettings:
     context: tuple[int, ...] = (512, 1024)
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     n: int = 8
-    keys: int = 8
+    keys: int = 4
     text: str | None = None
     batch: int = 4
     seed: int = 0
@@ -398,7 +398,7 @@ def _forward(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache, keep: i
     # The vocabulary is a large part of a small model's work, and is wanted for few tokens.
     spare = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     tokens = tokens.to(model.device)
-    return model(input_ids=tokens, past_key_values=cache, use_cache=True, **spare).logits[:, -keep:].cpu()
+    return model(input_ids=tokens, **as_argument(cache), use_cache=True, **spare).logits[:, -keep:].cpu()
 
 
 def check_settings(settings: RecallSettings) -> None:

@@ -51,14 +51,11 @@ class NamedCache:
         name: what tables show.
         make: returns a new, empty cache for a model's configuration.
         is_ours: a ``QKVCache``, which attention reads as codes after ``qkv.enable(model)``.
-        attends_to_stored: a pass over several new tokens sees their stored (decoded) values, exactly as a pass token
-            by token does. Where it is false, only scoring token by token shows what the cache does to a model.
     """
 
     name: str
     make: Callable[[PreTrainedConfig], Cache]
     is_ours: bool
-    attends_to_stored: bool
 
 
 def as_argument(cache: Cache) -> dict[str, Cache]:
@@ -92,7 +89,7 @@ def named_cache(name: str) -> NamedCache:
             needs a package that is not installed.
     """
     if name == UNQUANTIZED:
-        return NamedCache(name, _make_dynamic, is_ours=False, attends_to_stored=True)
+        return NamedCache(name, _make_dynamic, is_ours=False)
     if name in _TRANSFORMERS:
         return _from_transformers(name)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
@@ -117,7 +114,7 @@ def _from_transformers(name: str) -> NamedCache:
 
         return QuantizedCache(config=config, **arguments)
 
-    return NamedCache(name, make, is_ours=False, attends_to_stored=False)
+    return NamedCache(name, make, is_ours=False)
 
 
 def _from_function(name: str) -> NamedCache:
@@ -138,7 +135,7 @@ def _from_function(name: str) -> NamedCache:
         return made
 
     ours = isinstance(make, type) and issubclass(make, qkv.QKVCache)
-    return NamedCache(name, checked, is_ours=ours, attends_to_stored=False)
+    return NamedCache(name, checked, is_ours=ours)
 
 
 def _from_qkv(name: str) -> NamedCache:
@@ -150,16 +147,14 @@ def _from_qkv(name: str) -> NamedCache:
             raise ValueError(f"there is no set-up file {name!r}")
         setup = qkv.CacheConfig.from_yaml(name)
         label = Path(name).stem
-        options = setup.to_dict()
     elif name in qkv.formats():
-        setup, label, options = name, name, {}
+        setup, label = name, name
     else:
         raise ValueError(
             f"unknown cache {name!r}; use one of {', '.join(cache_names())}, the path of a YAML file, or "
             "package.module:function"
         )
-    faithful = options.get("prefill", "stored") == "stored"
-    return NamedCache(label, lambda config: qkv.QKVCache(config, setup), is_ours=True, attends_to_stored=faithful)
+    return NamedCache(label, lambda config: qkv.QKVCache(config, setup), is_ours=True)
 
 
 def _is_installed(package: str) -> bool:

@@ -109,7 +109,7 @@ def test_each_step_of_a_decode_benchmark_is_served_by_the_codes(tiny_model: PreT
         made.append(qkv.QKVCache(config, "int8"))
         return made[-1]
 
-    caches = [named_cache("dynamic"), type(named)("int8", make, is_ours=True, attends_to_stored=True)]
+    caches = [named_cache("dynamic"), type(named)("int8", make, is_ours=True)]
     decode.measure_decode(tiny_model, caches, batch=1, context=64, rounds=2, warmup=1)
     (cache,) = made
     assert cache.get_seq_length() == 64 + 3

@@ -61,10 +61,10 @@ def test_a_cache_of_others_that_fails_is_a_finding_and_ours_is_an_error(
     def fail(config: object) -> None:
         raise RuntimeError("an odd number of groups")
 
-    dynamic, theirs = named_cache("dynamic"), NamedCache("hf-x", fail, is_ours=False, attends_to_stored=False)
+    dynamic, theirs = named_cache("dynamic"), NamedCache("hf-x", fail, is_ours=False)
     samples = write_samples(tiny_model, tiny_tokenizer, [dynamic, theirs], "a prompt", tokens=4)
     assert samples[1].text == "failed on this prompt: an odd number of groups"
-    ours = NamedCache("x", fail, is_ours=True, attends_to_stored=True)
+    ours = NamedCache("x", fail, is_ours=True)
     with pytest.raises(RuntimeError, match="odd number"):
         write_samples(tiny_model, tiny_tokenizer, [dynamic, ours], "a prompt", tokens=4)
 

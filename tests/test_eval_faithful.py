@@ -35,7 +35,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def of(kind: type) -> NamedCache:
-    return NamedCache("theirs", lambda config: kind(config=config), is_ours=False, attends_to_stored=True)
+    return NamedCache("theirs", lambda config: kind(config=config), is_ours=False)
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "fp8_e4m3", "fp8_e5m2", "dynamic"])
@@ -50,13 +50,13 @@ def test_caches_whose_pass_sees_what_they_store_are_faithful(tiny_model: PreTrai
 def test_windows_sinks_and_warm_up_do_not_make_a_cache_unfaithful(
     tiny_model: PreTrainedModel, options: dict[str, Any]
 ) -> None:
-    cache = NamedCache("x", lambda config: qkv.QKVCache(config, "fp8_e5m2", **options), True, True)
+    cache = NamedCache("x", lambda config: qkv.QKVCache(config, "fp8_e5m2", **options), True)
     assert check_cache(tiny_model, cache).faithful
 
 
 def test_a_cache_that_hides_its_stored_values_in_a_pass_is_found_out(tiny_model: PreTrainedModel) -> None:
     """Case 16, by what the cache does, whatever it is called."""
-    exact = NamedCache("x", lambda config: qkv.QKVCache(config, "int8", prefill="exact"), True, True)
+    exact = NamedCache("x", lambda config: qkv.QKVCache(config, "int8", prefill="exact"), True)
     for cache in (of(HidesThePass), exact, named_cache("hf-fp8")):
         verdict = check_cache(tiny_model, cache)
         assert verdict.quantizes

@@ -53,7 +53,7 @@ SETUPS: dict[str, dict[str, Any]] = {name: {"format": name} for name in qkv.form
 
 def of_setup(name: str, **more: Any) -> NamedCache:
     setup = {**SETUPS[name], **more}
-    return NamedCache(name, lambda config: qkv.QKVCache(config, **setup), is_ours=True, attends_to_stored=True)
+    return NamedCache(name, lambda config: qkv.QKVCache(config, **setup), is_ours=True)
 
 
 def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
@@ -464,7 +464,7 @@ def test_a_cache_of_others_that_fails_is_a_note_and_ours_is_an_error(
         raise RuntimeError("an odd number of groups")
 
     def caches(is_ours: bool) -> list[NamedCache]:
-        return [named_cache("dynamic"), NamedCache("broken", fail, is_ours=is_ours, attends_to_stored=True)]
+        return [named_cache("dynamic"), NamedCache("broken", fail, is_ours=is_ours)]
 
     settings = lm_compare.LmSettings((), ("piqa",), str(data), limit=10)
     monkeypatch.setattr(lm_compare, "with_baseline", lambda names: caches(is_ours=False))

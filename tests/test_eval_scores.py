@@ -21,11 +21,11 @@ def random_windows(count: int, length: int, seed: int = 0) -> torch.Tensor:
 
 def again(cache: NamedCache) -> NamedCache:
     """The same kind of cache under another name."""
-    return NamedCache(f"{cache.name} again", cache.make, cache.is_ours, cache.attends_to_stored)
+    return NamedCache(f"{cache.name} again", cache.make, cache.is_ours)
 
 
 def of_setup(**setup: object) -> NamedCache:
-    return NamedCache("setup", lambda config: qkv.QKVCache(config, **setup), is_ours=True, attends_to_stored=True)
+    return NamedCache("setup", lambda config: qkv.QKVCache(config, **setup), is_ours=True)
 
 
 def test_losses_and_divergence_agree_with_float64() -> None:
@@ -244,6 +244,6 @@ def test_int8_on_a_real_model_is_as_good_as_8_bits_should_be(
 
 
 def test_an_unquantized_cache_of_another_class_is_no_different(tiny_model: PreTrainedModel) -> None:
-    plain = NamedCache("plain", lambda config: DynamicCache(), is_ours=False, attends_to_stored=True)
+    plain = NamedCache("plain", lambda config: DynamicCache(), is_ours=False)
     scores = score_caches(tiny_model, random_windows(1, 80), [plain])
     assert torch.equal(scores["plain"].losses, scores["dynamic"].losses)

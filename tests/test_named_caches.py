@@ -33,10 +33,9 @@ def test_transformers_caches_have_the_bits_of_their_name(tiny_model: PreTrainedM
     assert {layer.nbits for layer in cache.layers} == {int(name[-1])}
 
 
-def test_which_caches_are_ours_and_which_attend_to_what_they_store() -> None:
+def test_which_caches_are_ours() -> None:
     assert isinstance(named_cache("dynamic").make(None), DynamicCache)
     assert [named_cache(name).is_ours for name in ("dynamic", "int8", "hf-fp8")] == [False, True, False]
-    assert [named_cache(name).attends_to_stored for name in ("dynamic", "int8", "hf-fp8")] == [True, True, False]
 
 
 def test_a_yaml_file_is_a_cache_under_its_own_name(tmp_path: Path, tiny_model: PreTrainedModel) -> None:
@@ -45,14 +44,8 @@ def test_a_yaml_file_is_a_cache_under_its_own_name(tmp_path: Path, tiny_model: P
     named = named_cache(str(file))
     cache = named.make(tiny_model.config)
     assert isinstance(cache, qkv.QKVCache)
-    assert (named.name, named.is_ours, named.attends_to_stored) == ("mine", True, True)
+    assert (named.name, named.is_ours) == ("mine", True)
     assert cache.stats()["layers"][0]["key_format"] == "fp8_e5m2"
-
-
-def test_an_exact_prefill_is_known_to_hide_what_is_stored(tmp_path: Path) -> None:
-    file = tmp_path / "exact.yaml"
-    file.write_text("format: int8\nprefill: exact\n")
-    assert not named_cache(str(file)).attends_to_stored
 
 
 def test_a_bad_yaml_file_is_refused(tmp_path: Path) -> None:
