@@ -49,7 +49,7 @@ from transformers.utils import logging
 
 import qkv
 from qkv.models import EMBEDDED, load_model
-from qkv.named_caches import NamedCache, named_cache
+from qkv.named_caches import NamedCache, as_argument, named_cache
 from qkv_eval.divergence import token_losses
 from qkv_eval.faithful import check_cache
 from qkv_eval.lm_tasks import local_documents
@@ -258,7 +258,7 @@ class QKVLM(HFLM):
         more: dict[str, Any] = {"logits_to_keep": 1} if last_only and self._keeps_last else {}
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
-            logits: torch.Tensor = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
+            logits: torch.Tensor = self.model(input_ids=tokens, use_cache=True, **as_argument(cache), **more).logits
         return logits[:, -1:] if last_only else logits
 
     def _model_call(
@@ -318,7 +318,7 @@ class QKVLM(HFLM):
                     max_length - unused,
                     stop,
                     attention_mask=mask[rows, unused:],
-                    past_key_values=self.named_cache.make(self.model.config),
+                    **as_argument(self.named_cache.make(self.model.config)),
                     **arguments,
                 )
                 for row, text in zip(rows.tolist(), output, strict=True):
