@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 import qkv
 
 VOCABULARY = 260
+# English of our own. What Python carries differs between its versions, and near ties of a text lie where they lie.
+PROSE = (Path(__file__).parent / "prose.txt").read_text(encoding="utf-8")
 
 Command = Callable[..., SimpleNamespace]
 

@@ -7,6 +7,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from conftest import PROSE
 from transformers import DynamicCache, PreTrainedModel
 
 import qkv
@@ -91,8 +92,7 @@ def with_outlier_channels(model: PreTrainedModel, factor: float) -> PreTrainedMo
 def test_eight_bits_survive_keys_with_huge_channels(smollm2: Any) -> None:
     """Case 1. int8 loses in proportion, since a vector shares one scale; the error of fp8 is relative and stays."""
     model, tokenizer = smollm2
-    text = "\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text[20_000:26_000], return_tensors="pt").input_ids[:, :384]
+    ids = tokenizer(PROSE, return_tensors="pt").input_ids[:, :384]
 
     @torch.no_grad()
     def drift(other: PreTrainedModel, name: str) -> tuple[float, float]:
