@@ -31,7 +31,8 @@ class QKVCache(DynamicCache):
     Args:
         config: the model's configuration (``model.config``); None: layers are made as they are used, all plain.
         format: a format name (see :func:`qkv.formats`), the path of a YAML file, or a :class:`qkv.CacheConfig`.
-        key_format, value_format, granularity, group_size, residual_length, sink_tokens, prefill, backend, layers: as in
+        key_format, value_format, granularity, key_granularity, value_granularity, group_size, key_group_size,
+            value_group_size, equalize, residual_length, sink_tokens, prefill, backend, layers: as in
             :class:`qkv.CacheConfig`; what is given here replaces what ``format`` brings.
         scales: static scales for granularity ``head``: the path of a safetensors file, or a mapping of names to
             tensors: ``layers.<i>.key_scale`` and ``layers.<i>.value_scale``, float ``[kv_heads]``.
@@ -52,7 +53,12 @@ class QKVCache(DynamicCache):
         key_format: str | None = None,
         value_format: str | None = None,
         granularity: str | None = None,
+        key_granularity: str | None = None,
+        value_granularity: str | None = None,
         group_size: int | None = None,
+        key_group_size: int | None = None,
+        value_group_size: int | None = None,
+        equalize: bool | None = None,
         residual_length: int | None = None,
         sink_tokens: int | None = None,
         scales: str | Path | Mapping[str, torch.Tensor] | None = None,
@@ -67,7 +73,12 @@ class QKVCache(DynamicCache):
             "key_format": key_format,
             "value_format": value_format,
             "granularity": granularity,
+            "key_granularity": key_granularity,
+            "value_granularity": value_granularity,
             "group_size": group_size,
+            "key_group_size": key_group_size,
+            "value_group_size": value_group_size,
+            "equalize": equalize,
             "residual_length": residual_length,
             "sink_tokens": sink_tokens,
             "scales": str(scales) if isinstance(scales, (str, Path)) else None,

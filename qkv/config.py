@@ -14,7 +14,20 @@ GRANULARITIES = ("token", "head", "group", "channel", "tensor")
 PREFILLS = ("stored", "exact")
 BACKENDS = ("auto", "cpu", "reference")
 # What `layers` may change for one layer.
-LAYER_KEYS = ("format", "key_format", "value_format", "granularity", "group_size", "residual_length", "sink_tokens")
+LAYER_KEYS = (
+    "format",
+    "key_format",
+    "value_format",
+    "granularity",
+    "key_granularity",
+    "value_granularity",
+    "group_size",
+    "key_group_size",
+    "value_group_size",
+    "equalize",
+    "residual_length",
+    "sink_tokens",
+)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -38,9 +51,14 @@ class CacheConfig:
         format: number format of keys and values, see :func:`qkv.formats`.
         key_format: format of the keys where it differs.
         value_format: format of the values where it differs.
-        granularity: what shares a scale: ``token`` (per token and head, dynamic), ``head`` (per head, static); None:
-            the format's default.
-        group_size: channels or tokens in a group, for formats with groups.
+        granularity: what shares a scale: ``token`` (per token and head, dynamic), ``head`` (per head, static),
+            ``group`` (per token and group of channels), ``channel`` (per channel and group of tokens); None: the
+            format's default.
+        key_granularity, value_granularity: where keys or values differ.
+        group_size: channels in a group (granularity ``group``) or tokens in a group (``channel``); None: the default.
+        key_group_size, value_group_size: where keys or values differ.
+        equalize: whether channels of keys are centred and divided by a vector per head before they are encoded, taken
+            from the first tokens or given with ``scales``; None: where the format gains by it (``int8``).
         residual_length: the last tokens that are kept exact, a window that moves with every token.
         sink_tokens: the first tokens that are kept exact.
         scales: path of a safetensors file with static scales per head.
@@ -57,7 +75,12 @@ class CacheConfig:
     key_format: str | None = None
     value_format: str | None = None
     granularity: str | None = None
+    key_granularity: str | None = None
+    value_granularity: str | None = None
     group_size: int | None = None
+    key_group_size: int | None = None
+    value_group_size: int | None = None
+    equalize: bool | None = None
     residual_length: int = 0
     sink_tokens: int = 0
     scales: str | None = None
@@ -70,10 +93,14 @@ class CacheConfig:
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name != "format"):
                 raise ValueError(f"{name} must be the name of a format, not {value!r}")
-        if self.granularity is not None:
-            _one_of("granularity", self.granularity, GRANULARITIES)
-        if self.group_size is not None and _whole("group_size", self.group_size) == 0:
-            raise ValueError("group_size must be at least 1")
+        for name in ("granularity", "key_granularity", "value_granularity"):
+            if getattr(self, name) is not None:
+                _one_of(name, getattr(self, name), GRANULARITIES)
+        for name in ("group_size", "key_group_size", "value_group_size"):
+            if getattr(self, name) is not None and _whole(name, getattr(self, name)) == 0:
+                raise ValueError(f"{name} must be at least 1")
+        if self.equalize is not None and not isinstance(self.equalize, bool):
+            raise ValueError(f"equalize must be true, false or None, not {self.equalize!r}")
         _whole("residual_length", self.residual_length)
         _whole("sink_tokens", self.sink_tokens)
         if self.scales is not None:
