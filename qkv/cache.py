@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, layer_like
-from qkv.scales import load_scales
+from qkv.scales import KINDS, Scales, load_scales
 from qkv.view import KVView
 
 
@@ -34,15 +34,16 @@ class QKVCache(DynamicCache):
         key_format, value_format, granularity, key_granularity, value_granularity, group_size, key_group_size,
             value_group_size, equalize, residual_length, sink_tokens, prefill, backend, layers: as in
             :class:`qkv.CacheConfig`; what is given here replaces what ``format`` brings.
-        scales: static scales for granularity ``head``: the path of a safetensors file, or a mapping of names to
-            tensors: ``layers.<i>.key_scale`` and ``layers.<i>.value_scale``, float ``[kv_heads]``.
+        scales: static scales for granularity ``head``: the path of a safetensors file, such as ``qkv calibrate``
+            writes, or a mapping of names to tensors: ``layers.<i>.key_scale`` and ``layers.<i>.value_scale``, float
+            ``[kv_heads]``; ``layers.<i>.key_centre`` and ``layers.<i>.key_multiplier``, float ``[kv_heads, key_dim]``.
         max_cache_len: tokens that may come at most, for a static layout: memory is taken once, and ``torch.compile``
             sees a model with this cache as one graph for all lengths. None: it grows.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: layers wait in the CPU's memory while others
             compute. For models on a GPU.
 
     Raises:
-        ValueError: values that are not allowed, or that do not go together.
+        ValueError: values that are not allowed, or that do not go together; scales of another model or format.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class QKVCache(DynamicCache):
         }
         self.config = replace(CacheConfig.of(format), **{k: v for k, v in changes.items() if v is not None})
         given = scales if isinstance(scales, Mapping) else self.config.scales
-        self._scales = load_scales(given) if given is not None else {}
+        self._scales = load_scales(given) if given is not None else Scales()
         self._model_config: Any = None
         self._said_unfused: list[bool] = []
         self.max_cache_len = _checked_length(max_cache_len, config)
@@ -124,10 +125,11 @@ class QKVCache(DynamicCache):
                 layer.offloads = offloading
 
     def _check_layer_indices(self, count: int | None) -> None:
+        self._scales.check_purpose(self._model_config, self.config)
         for index in self.config.layers:
             if count is not None and index >= count:
                 raise ValueError(f"layers: there is no layer {index}; the model has layers 0 to {count - 1}")
-        known = {f"layers.{i}.{kind}_scale" for i in range(count or 0) for kind in ("key", "value")}
+        known = {f"layers.{i}.{kind}" for i in range(count or 0) for kind in KINDS}
         for name in self._scales:
             if count is not None and name not in known:
                 raise ValueError(f"scales: {name!r} belongs to no layer of this model, which has {count}")
@@ -139,6 +141,8 @@ class QKVCache(DynamicCache):
             "model_config": self._model_config,
             "key_scale": self._scales.get(f"layers.{index}.key_scale"),
             "value_scale": self._scales.get(f"layers.{index}.value_scale"),
+            "key_centre": self._scales.get(f"layers.{index}.key_centre"),
+            "key_multiplier": self._scales.get(f"layers.{index}.key_multiplier"),
             "capacity": self.max_cache_len,
         }
         layer = QKVLayer(**arguments) if plain is None else layer_like(plain, **arguments)

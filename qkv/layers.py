@@ -36,6 +36,7 @@ class QKVLayer(CacheLayerMixin):
         config: how to store, already that of this layer.
         model_config: the model's configuration, which tells whether the fused attention is on; None: not known.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, or None.
+        key_centre, key_multiplier: given equalizing vectors, float32 ``[kv_heads, key_dim]``, or None.
         capacity: tokens that may come at most, for a static layout that ``torch.compile`` sees through; None: no limit.
     """
 
@@ -49,8 +50,12 @@ class QKVLayer(CacheLayerMixin):
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         capacity: int | None = None,
+        key_centre: torch.Tensor | None = None,
+        key_multiplier: torch.Tensor | None = None,
     ):
-        self.store = LayerStore(config, key_scale, value_scale, window=self.is_sliding, capacity=capacity)
+        self.store = LayerStore(
+            config, key_scale, value_scale, self.is_sliding, capacity, key_centre, key_multiplier
+        )
         self.capacity = capacity
         self.is_compileable = capacity is not None
         self.handle = graph.new_handle(self) if capacity is not None else None

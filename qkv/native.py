@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 
-SCALE_NONE, SCALE_TOKEN, SCALE_HEAD = 0, 1, 2
+SCALE_NONE, SCALE_TOKEN, SCALE_HEAD, SCALE_GROUP, SCALE_CHANNEL = 0, 1, 2, 3, 4
+SCALE_KINDS = {"token": SCALE_TOKEN, "head": SCALE_HEAD, "group": SCALE_GROUP, "channel": SCALE_CHANNEL}
+# Types of stored scales are numbered in formats/scale_types.py; a scale per head is a float32.
+SCALE_F32 = 4
+OFFSETS = {None: 0, "zero_point": 1, "bfloat16": 2, "middle": 3}
 MASK_NONE, MASK_BOOL, MASK_F32 = 0, 1, 2
 
 # Ids of QkvFormat for unquantized rows; the quantized formats name their own.
@@ -32,10 +36,22 @@ class Plane(Structure):
     _fields_ = [
         ("codes", c_void_p),
         ("scale", c_void_p),
+        ("offset", c_void_p),
+        ("table", c_void_p),
+        ("signs", c_void_p),
+        ("centre", c_void_p),
+        ("multiplier", c_void_p),
         ("codes_stride", c_int64 * 2),
         ("scale_stride", c_int64 * 2),
+        ("group_stride", c_int64),
         ("format", c_int32),
         ("scale_kind", c_int32),
+        ("scale_type", c_int32),
+        ("offset_type", c_int32),
+        ("group", c_int32),
+        ("rotation", c_int32),
+        ("cut", c_float),
+        ("reserved", c_int32),
     ]
 
 
@@ -50,14 +66,11 @@ class Attend(Structure):
 
     _fields_ = [
         ("query", c_void_p),
-        ("query_packed", c_void_p),
-        ("packed_bias", c_void_p),
         ("out", c_void_p),
         ("mask", c_void_p),
         ("sinks", c_void_p),
         ("regions", c_void_p),
         ("query_stride", c_int64 * 3),
-        ("packed_stride", c_int64 * 3),
         ("mask_stride", c_int64 * 4),
         ("batch", c_int64),
         ("kv_heads", c_int64),
@@ -101,6 +114,16 @@ class Append(Structure):
         ("key", Plane),
         ("value", Plane),
     ]
+
+
+_tables: dict[tuple[float, ...], Any] = {}
+
+
+def table(values: tuple[float, ...]) -> int:
+    """The address of a code book as float32, for as long as the process lives."""
+    if values not in _tables:
+        _tables[values] = (c_float * len(values))(*values)
+    return ctypes.addressof(_tables[values])
 
 
 _library: ctypes.CDLL | None = None

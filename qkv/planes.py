@@ -4,38 +4,134 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from qkv import native
-from qkv.formats.base import Format
+from qkv.formats.base import Format, saturating
 from qkv.formats.layout import Layout, layout_for
+from qkv.transform import Transform, rotation_block
+
+# Channels that the kernels can tell apart: a unit of packed values.
+CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What shares a scale.
+
+    Attributes:
+        granularity: ``token``, ``head``, ``group`` or ``channel``.
+        group: channels (``group``) or tokens (``channel``) that share one; elsewhere 0.
+    """
+
+    granularity: str
+    group: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are encoded together."""
+        return self.group if self.granularity == "channel" else 1
+
+    @classmethod
+    def of(cls, format: Format, granularity: str, group_size: int | None, dim: int, what: str) -> Scaling:
+        """What ``granularity`` and ``group_size`` (None: the format's default) mean for ``dim`` channels.
+
+        Args:
+            what: ``key`` or ``value``, for the message.
+
+        Raises:
+            ValueError: a group size that does not go with the head size.
+        """
+        if granularity not in ("group", "channel"):
+            return cls(granularity)
+        if granularity == "group" and format.block is not None:
+            return cls(granularity, _checked_block(format, format.block, group_size, dim, what))
+        if granularity == "channel":
+            return cls(granularity, group_size or format.group_sizes["channel"])
+        if group_size is None:
+            size = format.group_sizes["group"]
+            while size > CHANNELS and dim % size:
+                size //= 2
+            return cls(granularity, size if dim % size == 0 else dim)
+        if dim % group_size or (group_size % CHANNELS and group_size != dim):
+            fit = [str(n) for n in range(CHANNELS, dim, CHANNELS) if dim % n == 0]
+            raise ValueError(
+                f"{what}s have head_dim={dim}, which does not go with group_size={group_size}; "
+                f"use {', '.join([*fit, str(dim)])}"
+            )
+        return cls(granularity, group_size)
+
+
+def _checked_block(format: Format, block: int, group_size: int | None, dim: int, what: str) -> int:
+    """The block of a format that fixes it; raises ValueError where that is not what is asked for, or does not fit."""
+    if group_size not in (None, block):
+        raise ValueError(
+            f"{format.name} has blocks of {block} channels; group_size={group_size} for {what}s does not go with it: "
+            f"leave group_size out, or use {block}"
+        )
+    if dim % block:
+        raise ValueError(
+            f"{format.name} has blocks of {block} channels, and {what}s have head_dim={dim}, which is no multiple of "
+            f"{block}; use another format for {what}s, with {what}_format"
+        )
+    return block
 
 
 class Plane:
-    """The keys, or the values, of one segment: codes and scales, or rows of the model's own type.
+    """The keys, or the values, of one segment: codes, scales and offsets, or rows of the model's own type.
 
     Attributes:
         format: the number format; None: unquantized rows.
         codes: uint8 in the order of ``layout``, or rows ``[batch, heads, capacity, dim]``.
-        scale: bfloat16 ``[batch, heads, capacity]`` (per token), float32 ``[batch, heads]`` (per head), or None.
+        scale: as the format stores it, ``[batch, heads, capacity]`` (per token), ``[batch, heads, dim / group,
+            capacity]`` (per group), ``[batch, heads, capacity / group, dim]`` (per channel); float32 ``[batch, heads]``
+            (per head); or None.
+        offset: of the shape of the scale, or None.
+        scaling: what shares a scale; None: unquantized.
+        transform: what rows go through before they are encoded, or None.
         dim: channels.
     """
 
-    __slots__ = ("_native", "codes", "dim", "dtype", "format", "is_key", "layout", "scale")
+    __slots__ = (
+        "_native", "codes", "dim", "dtype", "format", "is_key", "layout", "offset", "scale", "scaling", "transform",
+    )  # fmt: skip
 
-    def __init__(self, like: torch.Tensor, capacity: int, format: Format | None, is_key: bool):
+    def __init__(
+        self,
+        like: torch.Tensor,
+        capacity: int,
+        format: Format | None,
+        is_key: bool,
+        scaling: Scaling | None = None,
+        scale: torch.Tensor | None = None,
+        transform: Transform | None = None,
+    ):
         self._native: native.Plane | None = None  # addresses of the tensors, made once
         batch, heads, _, self.dim = like.shape
         self.format, self.is_key, self.dtype = format, is_key, like.dtype
-        self.scale: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = scale
+        self.offset: torch.Tensor | None = None
         self.layout: Layout | None = None
+        self.scaling, self.transform = scaling, transform
         if format is None:
             self.codes = torch.empty(batch, heads, capacity, self.dim, dtype=like.dtype, device=like.device)
-        else:
-            self.layout = layout_for(like.device, is_key)
-            self.codes = self.layout.empty(batch, heads, capacity, self.dim, like.device)
+            return
+        self.scaling = scaling = scaling or Scaling("token")
+        self.layout = layout_for(like.device, is_key, format.bits)
+        self.codes = self.layout.empty(batch, heads, capacity, self.dim, like.device)
+        if scaling.granularity == "head":
+            return
+        shape = {
+            "token": (batch, heads, capacity),
+            "group": (batch, heads, self.dim // max(1, scaling.group), capacity),
+            "channel": (batch, heads, -(-capacity // max(1, scaling.group)), self.dim),
+        }[scaling.granularity]
+        self.scale = torch.zeros(shape, dtype=format.scale_type.dtype, device=like.device)
+        if format.offset_dtype is not None:
+            self.offset = torch.zeros(shape, dtype=format.offset_dtype, device=like.device)
 
     @classmethod
     def of_rows(cls, rows: torch.Tensor, is_key: bool) -> Plane:
@@ -44,16 +140,15 @@ class Plane:
         plane.codes = rows.contiguous()
         return plane
 
-    @property
-    def per_token(self) -> bool:
-        return self.scale is not None and self.scale.dim() == 3
-
     def write(self, offset: int, rows: torch.Tensor) -> None:
-        """Encodes ``rows [batch, heads, n, dim]`` into the tokens from ``offset`` on."""
+        """Encodes ``rows [batch, heads, n, dim]`` into the tokens from ``offset`` on.
+
+        With a scale per channel, whole groups of tokens: ``offset`` and n are multiples of the group.
+        """
         if rows.shape[2] == 0:
             return
         lib = native.library() if rows.device.type == "cpu" else None
-        if lib is not None and rows.dtype in native.FLOAT_IDS and self._native_id() is not None:
+        if lib is not None and rows.dtype in native.FLOAT_IDS and self._native_encodes():
             self._run(lib.qkv_encode, rows if rows.stride(3) == 1 else rows.contiguous(), offset)
             return
         end = offset + rows.shape[2]
@@ -61,25 +156,66 @@ class Plane:
             self.codes[:, :, offset:end] = rows
             return
         assert self.layout is not None
-        assert self.scale is not None
-        if self.per_token:
-            scale = self.format.choose_scale(rows)
-            self.scale[:, :, offset:end] = scale
+        if self.transform is not None:
+            rows = self.transform.forward(rows)
+        vectors = self._vectors(rows)
+        if self.scaling == Scaling("head"):
+            assert self.scale is not None
+            scale, zero = self.scale.unsqueeze(-1), None
         else:
-            scale = self.scale.unsqueeze(-1)
-        codes = self.format.encode(rows, scale)
+            scale, zero = self.format.choose(vectors)
+            self._put(self.scale, scale, offset)
+            self._put(self.offset, zero, offset)
+        codes = self._rows(self.format.encode(vectors, scale, zero))
         self.layout.write(self.codes, offset, codes.view(torch.uint8))
+
+    # The format sees vectors, whatever shares a scale: [batch, heads, tokens, dim] (token, head), [batch, heads,
+    # tokens, dim / group, group] (group) or [batch, heads, tokens / group, dim, group] (channel).
+
+    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.scaling is not None
+        if self.scaling.granularity == "group":
+            return rows.unflatten(3, (-1, self.scaling.group))
+        if self.scaling.granularity == "channel":
+            return rows.unflatten(2, (-1, self.scaling.group)).transpose(3, 4)
+        return rows
+
+    def _rows(self, vectors: torch.Tensor) -> torch.Tensor:
+        assert self.scaling is not None
+        if self.scaling.granularity == "group":
+            return vectors.flatten(3)
+        if self.scaling.granularity == "channel":
+            return vectors.transpose(3, 4).flatten(2, 3)
+        return vectors
+
+    def _put(self, store: torch.Tensor | None, x: torch.Tensor | None, offset: int) -> None:
+        """Stores scales, or offsets, of vectors that begin at the token ``offset``."""
+        if store is None or x is None:
+            return
+        assert self.scaling is not None
+        if self.scaling.granularity == "group":
+            store[:, :, :, offset : offset + x.shape[2]] = x.transpose(2, 3)
+            return
+        at = offset // self.scaling.tokens
+        store[:, :, at : at + x.shape[2]] = x
+
+    def _get(self, store: torch.Tensor | None, offset: int, n: int) -> torch.Tensor | None:
+        """What :meth:`_put` stored for the vectors that hold the tokens ``offset .. offset + n``."""
+        if store is None:
+            return None
+        assert self.scaling is not None
+        if self.scaling.granularity == "head":
+            return store.unsqueeze(-1)
+        if self.scaling.granularity == "group":
+            return store[:, :, :, offset : offset + n].transpose(2, 3)
+        size = self.scaling.tokens
+        return store[:, :, offset // size : -(-(offset + n) // size)]
 
     def read_codes(self, offset: int, n: int) -> torch.Tensor:
         """The codes of ``n`` tokens in the format's own type, ``[batch, heads, n, dim]``."""
         assert self.format is not None
         assert self.layout is not None
         return self.layout.read(self.codes, offset, n, self.dim).contiguous().view(self.format.code_dtype)
-
-    def read_scale(self, offset: int, n: int) -> torch.Tensor:
-        """The scales of ``n`` tokens, ``[batch, heads, n]`` (or ``[batch, heads, 1]`` per head)."""
-        assert self.scale is not None
-        return self.scale[:, :, offset : offset + n] if self.per_token else self.scale.unsqueeze(-1)
 
     def decode_into(self, out: torch.Tensor, offset: int) -> None:
         """Fills ``out [batch, heads, n, dim]`` (any float type) with the tokens from ``offset`` on."""
@@ -93,28 +229,65 @@ class Plane:
         if lib is not None and out.dtype in native.FLOAT_IDS and self._native_id() is not None:
             self._run(lib.qkv_decode, out, offset)
             return
-        out.copy_(self.format.decode(self.read_codes(offset, n), self.read_scale(offset, n), out.dtype))
+        assert self.scaling is not None
+        scale = self._get(self.scale, offset, n)
+        assert scale is not None
+        # Whole groups of tokens, of which the first and the last may stick out.
+        size = self.scaling.tokens
+        begin, end = offset // size * size, -(-(offset + n) // size) * size
+        vectors = self._vectors(self.read_codes(begin, end - begin))
+        plain = self.transform is None
+        decoded = self.format.decode(
+            vectors, scale, out.dtype if plain else torch.float32, self._get(self.offset, offset, n)
+        )
+        rows = self._rows(decoded)[:, :, offset - begin : offset - begin + n]
+        out.copy_(rows if self.transform is None else saturating(self.transform.inverse(rows), out.dtype))
 
     def _native_id(self) -> int | None:
         return native.FLOAT_IDS.get(self.dtype) if self.format is None else self.format.native_id
 
+    def _native_encodes(self) -> bool:
+        return self._native_id() is not None and (self.format is None or self.format.native_encode)
+
     def native(self) -> native.Plane:
         """The structure that the kernels take; made once, until the tensors change."""
         if self._native is None:
-            result = native.Plane()
-            codes = self.codes
-            size = codes.element_size()
-            result.codes = codes.data_ptr()
-            result.codes_stride[:] = [codes.stride(0) * size, codes.stride(1) * size]
-            number = self._native_id()
-            result.format = -1 if number is None else number
-            if self.scale is not None:
-                size = self.scale.element_size()
-                result.scale = self.scale.data_ptr()
-                result.scale_stride[:] = [self.scale.stride(0) * size, self.scale.stride(1) * size]
-                result.scale_kind = native.SCALE_TOKEN if self.per_token else native.SCALE_HEAD
-            self._native = result
+            self._native = self._native_plane()
         return self._native
+
+    def _native_plane(self) -> native.Plane:
+        result = native.Plane()
+        codes = self.codes
+        size = codes.element_size()
+        result.codes = codes.data_ptr()
+        result.codes_stride[:] = [codes.stride(0) * size, codes.stride(1) * size]
+        number = self._native_id()
+        result.format = -1 if number is None else number
+        if self.format is None or self.scale is None:
+            return result
+        assert self.scaling is not None
+        result.scale = self.scale.data_ptr()
+        result.scale_stride[:] = [self.scale.stride(0), self.scale.stride(1)]
+        result.scale_kind = native.SCALE_KINDS[self.scaling.granularity]
+        result.scale_type = native.SCALE_F32 if result.scale_kind == native.SCALE_HEAD else self.format.scale_type.native_id
+        result.group = self.scaling.group
+        if result.scale_kind in (native.SCALE_GROUP, native.SCALE_CHANNEL):
+            result.group_stride = self.scale.stride(2)
+        elif result.scale_kind == native.SCALE_TOKEN and (self.format.offset or self.format.scale_type.name != "bfloat16"):
+            result.scale_kind, result.group = native.SCALE_GROUP, self.dim  # one group: all channels
+        result.offset_type = native.OFFSETS[self.format.offset]
+        result.cut = (1.0 - self.format.clip) / 2.0
+        if self.offset is not None:
+            result.offset = self.offset.data_ptr()
+        if self.format.table is not None:
+            result.table = native.table(self.format.table)
+        if self.transform is not None:
+            for name in ("signs", "centre", "multiplier"):
+                tensor = getattr(self.transform, name)
+                if tensor is not None:
+                    setattr(result, name, tensor.data_ptr())
+            result.rotation = rotation_block(self.dim) if self.transform.signs is not None else 0
+        return result
 
     def _run(self, function: Callable[..., int], rows: torch.Tensor, offset: int) -> None:
         batch, heads, n, dim = rows.shape
@@ -129,6 +302,26 @@ class Plane:
         yield self.codes
         if self.scale is not None:
             yield self.scale
+        if self.offset is not None:
+            yield self.offset
+
+    def bits(self, tokens: int) -> int:
+        """Bits that ``tokens`` tokens take, of the whole batch: codes, scales and offsets, without spare room."""
+        batch, heads = self.codes.shape[:2]
+        if self.format is None:
+            return batch * heads * tokens * self.dim * self.codes.element_size() * 8
+        assert self.layout is not None
+        assert self.scaling is not None
+        bits = tokens * self.layout.bits_per_token(self.dim)
+        scale = self.format.scale_type.bits
+        offset = self.format.offset_dtype.itemsize * 8 if self.format.offset_dtype is not None else 0
+        vectors = {
+            "token": tokens,
+            "head": 1,
+            "group": tokens * self.dim // max(1, self.scaling.group),
+            "channel": -(-tokens // self.scaling.tokens) * self.dim,
+        }[self.scaling.granularity]
+        return batch * heads * (bits + vectors * (32 if self.scaling.granularity == "head" else scale + offset))
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         return None, {name: getattr(self, name) for name in self.__slots__ if name != "_native"}
@@ -147,23 +340,35 @@ class Plane:
             # Through a fresh allocation: the kernels need the room behind the codes.
             moved = function(self.codes)
             batch, heads = moved.shape[:2]
-            fresh = self.layout.empty(batch, heads, moved.shape[2] * moved.shape[4], self.dim, moved.device)
+            fresh = self.layout.empty(batch, heads, moved.shape[2] * self.layout.tile, self.dim, moved.device)
             self.codes = fresh.copy_(moved)
         if self.scale is not None:
             self.scale = function(self.scale).contiguous()
+        if self.offset is not None:
+            self.offset = function(self.offset).contiguous()
 
     def shrink(self, tokens: int) -> None:
-        """Gives the room behind the first ``tokens`` tokens back (keys keep whole tiles of 16)."""
+        """Gives the room behind the first ``tokens`` tokens back (keys keep whole tiles of 16, channels whole groups)."""
         self._native = None
+        if self.scaling is not None:
+            tokens = -(-tokens // self.scaling.tokens) * self.scaling.tokens
         if self.layout is None:
             self.codes = self.codes[:, :, :tokens].clone(memory_format=torch.contiguous_format)
         else:
             batch, heads = self.codes.shape[:2]
             fresh = self.layout.empty(batch, heads, tokens, self.dim, self.codes.device)
             self.codes = fresh.copy_(self.codes[:, :, : fresh.shape[2]])
-        if self.per_token:
-            assert self.scale is not None
-            self.scale = self.scale[:, :, :tokens].clone(memory_format=torch.contiguous_format)
+        if self.scaling is not None and self.scaling.granularity != "head":
+            self.scale, self.offset = self._first(self.scale, tokens), self._first(self.offset, tokens)
+
+    def _first(self, store: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+        """Scales, or offsets, of the first ``tokens`` tokens, copied."""
+        if store is None:
+            return None
+        assert self.scaling is not None
+        if self.scaling.granularity == "group":
+            return store[:, :, :, :tokens].clone(memory_format=torch.contiguous_format)
+        return store[:, :, : -(-tokens // self.scaling.tokens)].clone(memory_format=torch.contiguous_format)
 
 
 class Segment:
@@ -264,7 +469,7 @@ class _Step:
         """None where the compiled codec does not serve."""
         lib = native.library() if keys.device.type == "cpu" else None
         planes = segment.planes()
-        if lib is None or keys.dtype not in native.FLOAT_IDS or any(plane._native_id() is None for plane in planes):
+        if lib is None or keys.dtype not in native.FLOAT_IDS or not all(plane._native_encodes() for plane in planes):
             return None
         if keys.stride(3) != 1 or values.stride(3) != 1:
             return None

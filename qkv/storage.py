@@ -9,6 +9,10 @@ Tokens arrive at the right. A token is encoded once, when it leaves the residual
 and its codes are never read, moved or encoded again. Packed tokens live in segments of a fixed capacity that are
 allocated as they are needed: nothing old is copied when the store grows, and the spare room is bounded.
 
+With a scale per channel tokens are encoded a group at a time: those of the last, unfinished group are in the residual
+window too, until it is full. A crop that cuts a group leaves its tokens encoded as they are, and the next group begins
+there, in a new segment.
+
 A layer with a sliding window forgets tokens in front as it grows: segments that are out of the window are dropped
 whole, and of the first one that is not, the tokens in front are hidden. How scales per head come about is in
 head_scale.py.
@@ -21,23 +25,29 @@ small segments, used again when they are empty).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from math import lcm
 from typing import Any, TypeVar, cast
 
 import torch
 
 from qkv.config import CacheConfig
+from qkv.equalizer import WARM_UP_TOKENS as EQUALIZER_TOKENS
+from qkv.equalizer import equalizing_vectors
 from qkv.formats import get_format
 from qkv.formats.base import Format
 from qkv.head_scale import WARM_UP_TOKENS, HeadScale
-from qkv.planes import Plane, Segment
+from qkv.planes import Plane, Scaling, Segment
+from qkv.transform import Transform, rotation_signs
 
 SEGMENT_TOKENS = 256
 # A residual or a sliding window brings spare room of its own; with smaller segments both stay within 256 tokens.
 SMALL_SEGMENT_TOKENS = 128
 LARGE_STORE_TOKENS = 4096
 RESIDUAL_SLACK = 64
+# Tokens that may share a scale per channel: whole tiles of keys, and parts of a segment.
+CHANNEL_GROUPS = (16, 32, 64, 128)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -69,16 +79,21 @@ class Late:
         first: position of the first of them.
         residual_length: tokens that a query sees exactly, its own included.
         warm: tokens that have to have come before anything is encoded.
+        group: tokens that are encoded together, counted from ``base`` on.
+        base: position at which a group begins.
     """
 
     segment: Segment
     first: int
     residual_length: int
     warm: int
+    group: int
+    base: int
 
     def stored(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether the query at position ``query`` sees the token at ``key`` as stored (elementwise, broadcast)."""
-        return (key <= query - self.residual_length) & (query + 1 >= self.warm)
+        end = self.base + ((key - self.base) // self.group + 1) * self.group
+        return (end <= query + 1 - self.residual_length) & (query + 1 >= self.warm)
 
     def from_position(self, position: int) -> Late | None:
         """The copies from ``position`` on; None where there are none."""
@@ -89,7 +104,7 @@ class Late:
             return None
         key, value = (plane.codes[:, :, n:] for plane in self.segment.planes())
         rest = Segment(Plane.of_rows(key, True), Plane.of_rows(value, False), key.shape[2], key.shape[2])
-        return Late(rest, position, self.residual_length, self.warm)
+        return replace(self, segment=rest, first=position)
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,7 @@ class LayerStore:
     Args:
         config: what to store and how, see :class:`qkv.CacheConfig`; its ``layers`` are not looked at.
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, for granularity ``head``.
+        key_centre, key_multiplier: given equalizing vectors, float32 ``[kv_heads, key_dim]``, see equalizer.py.
         window: whether tokens are going to leave in front (:meth:`drop_before`); segments are smaller then.
         capacity: tokens that may come at most, for a static layout; None: no limit, memory is taken as it is needed.
 
@@ -125,20 +141,26 @@ class LayerStore:
         value_scale: torch.Tensor | None = None,
         window: bool = False,
         capacity: int | None = None,
+        key_centre: torch.Tensor | None = None,
+        key_multiplier: torch.Tensor | None = None,
     ):
         self.config = config
         self.capacity = capacity
         self._window = window
         self.key_format = get_format(config.key_format or config.format)
         self.value_format = get_format(config.value_format or config.format)
-        self.key_granularity = self._granularity(self.key_format, key_scale)
-        self.value_granularity = self._granularity(self.value_format, value_scale)
+        self.key_granularity = self._granularity("key", self.key_format, key_scale)
+        self.value_granularity = self._granularity("value", self.value_format, value_scale)
         self._key_head = self._head_scale(self.key_format, self.key_granularity, key_scale)
         self._value_head = self._head_scale(self.value_format, self.value_granularity, value_scale)
         self._given = (key_scale, value_scale)
+        self._vectors = (key_centre, key_multiplier)
+        self._equalizes = self._checked_equalizing(key_scale)
+        # Tokens that are encoded together.
+        self.group = lcm(self._group_tokens("key"), self._group_tokens("value"))
         # Whether every token is encoded as soon as it comes: what a decoding step can then do without looking further.
         heads = self._key_head is not None or self._value_head is not None
-        self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and not heads
+        self._only_packed = config.sink_tokens == 0 and config.residual_length == 0 and not heads and self.group == 1
         self.kernel_call: object | None = None
         self.kernel_regions: object | None = None  # what the attention kernel keeps between steps, see attention/cpu.py
         self.version = 0  # changes whenever memory is allocated, moved or dropped
@@ -148,19 +170,61 @@ class LayerStore:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "kernel_regions": None, "kernel_call": None}  # addresses of this process
 
-    def _granularity(self, format: Format | None, scale: torch.Tensor | None) -> str | None:
+    def _granularity(self, side: str, format: Format | None, scale: torch.Tensor | None) -> str | None:
         if format is None:
             if scale is not None:
                 raise ValueError("scales were given for a format without scales ('none')")
             return None
-        wanted = self.config.granularity or ("head" if scale is not None else format.granularities[0])
+        config = self.config
+        wanted = getattr(config, f"{side}_granularity") or config.granularity
+        wanted = wanted or ("head" if scale is not None else format.granularities[0])
         if wanted not in format.granularities:
             allowed = ", ".join(format.granularities)
             raise ValueError(f"format {format.name!r} has no granularity {wanted!r}; use one of {allowed}")
-        if self.config.group_size is not None:
-            raise ValueError(f"group_size goes with granularity 'group' or 'channel', not {wanted!r}; leave it out")
         if scale is not None and wanted != "head":
             raise ValueError(f"static scales go with granularity 'head', not {wanted!r}")
+        size = self._group_size(side)
+        if size is not None and wanted not in ("group", "channel"):
+            # Of a size for both sides only one may make use.
+            other = "value" if side == "key" else "key"
+            used = getattr(config, f"{other}_granularity") or config.granularity
+            other_format = get_format(getattr(config, f"{other}_format") or config.format)
+            used = used or (other_format.granularities[0] if other_format is not None else None)
+            if getattr(config, f"{side}_group_size") is not None or used not in ("group", "channel"):
+                raise ValueError(f"group_size goes with granularity 'group' or 'channel', not {wanted!r}; leave it out")
+        if wanted == "channel" and size is not None and size not in CHANNEL_GROUPS:
+            allowed = ", ".join(map(str, CHANNEL_GROUPS))
+            raise ValueError(f"with granularity 'channel', group_size is a number of tokens, one of {allowed}; not {size}")
+        return wanted
+
+    def _group_size(self, side: str) -> int | None:
+        own: int | None = getattr(self.config, f"{side}_group_size")
+        return own if own is not None else self.config.group_size
+
+    def _group_tokens(self, side: str) -> int:
+        """Tokens of one side that are encoded together."""
+        format = self.key_format if side == "key" else self.value_format
+        granularity = self.key_granularity if side == "key" else self.value_granularity
+        if format is None or granularity != "channel":
+            return 1
+        return self._group_size(side) or format.group_sizes["channel"]
+
+    def _checked_equalizing(self, key_scale: torch.Tensor | None) -> bool:
+        """Whether keys are equalized."""
+        given = self._vectors[0] is not None or self._vectors[1] is not None
+        if self.key_format is None:
+            if given:
+                raise ValueError("vectors for equalizing were given for keys that are not quantized ('none')")
+            return False
+        wanted = self.config.equalize
+        if wanted is None:
+            # Scales that were given without vectors are those of keys as they are. A scale per channel needs none.
+            by_default = self.key_format.equalized and key_scale is None and self.key_granularity != "channel"
+            return given or by_default
+        if given and not wanted:
+            raise ValueError("the scales bring vectors for equalizing keys, but equalize is false")
+        if wanted and key_scale is not None and not given:
+            raise ValueError("scales for keys were given without the vectors for equalizing them, but equalize is true")
         return wanted
 
     @staticmethod
@@ -175,13 +239,14 @@ class LayerStore:
         self.sink: Segment | None = None
         self.packed: list[Segment] = []
         self.packed_length = 0
-        self._encoded = False  # whether a token was ever encoded: scales per head are fixed by then
+        self._encoded = False  # whether a token was ever encoded: scales per head and vectors are fixed by then
         self.residual: Segment | None = None
         self._empty: list[Segment] = []  # of a static sliding window: segments to be used again
         self._open = False  # whether the last packed segment may take more tokens
         self.version += 1
         self.changes += 1
         self.kernel_regions = None  # would keep the memory of what is forgotten
+        self._transforms: tuple[Transform | None, Transform | None] = (None, None)
         for scale in (self._key_head, self._value_head):
             if scale is not None:
                 scale.clear()
@@ -196,8 +261,15 @@ class LayerStore:
         return self.key_format is not None or self.value_format is not None
 
     @property
+    def _has_window(self) -> bool:
+        """Whether tokens wait exactly in a residual window, be it only for their group to be full."""
+        return self.config.residual_length > 0 or self.group > 1
+
+    @property
     def warm(self) -> int:
-        """Tokens that have to have come before anything is encoded; 0 where no scale per head warms up."""
+        """Tokens that have to have come before anything is encoded; 0 where no scale or vector is taken from them."""
+        if self._equalizes and self._vectors == (None, None):
+            return self.config.sink_tokens + EQUALIZER_TOKENS
         heads = [s for s in (self._key_head, self._value_head) if s is not None and not s.given]
         return self.config.sink_tokens + WARM_UP_TOKENS if heads else 0
 
@@ -227,6 +299,11 @@ class LayerStore:
             for name, given in zip(("key", "value"), self._given, strict=True):
                 if given is not None and tuple(given.shape) != (shape[1],):
                     raise ValueError(f"{name} scales must be [kv_heads] = [{shape[1]}], not {list(given.shape)}")
+            for name, given in zip(("key_centre", "key_multiplier"), self._vectors, strict=True):
+                if given is not None and tuple(given.shape) != (shape[1], shape[2]):
+                    wanted = f"[kv_heads, head_dim] = [{shape[1]}, {shape[2]}]"
+                    raise ValueError(f"{name} must be {wanted}, not {list(given.shape)}")
+            self._scalings(shape[2], shape[3])
             return
         names = ("batch", "kv_heads", "head_dim of keys", "head_dim of values")
         for name, now, before in zip(names, shape, self.shape, strict=True):
@@ -286,6 +363,7 @@ class LayerStore:
         keep = self._tokens_to_keep()
         waiting = self.residual.length if self.residual is not None else 0
         leaving = max(0, waiting + keys.shape[2] - keep)
+        leaving -= leaving % self.group
         if leaving and waiting:
             assert self.residual is not None
             old = min(leaving, waiting)
@@ -293,7 +371,7 @@ class LayerStore:
             if self.capacity is not None and keys.shape[2] > self.residual.room:
                 gone = (gone[0].clone(), gone[1].clone())  # the room in front is about to be used again
             self.residual.drop_first(old)
-            if self.residual.length == 0 and self.config.residual_length == 0:
+            if self.residual.length == 0 and self.config.residual_length == 0 and self.group == 1:
                 self.residual = None  # it held the tokens of the warm-up
                 self.version += 1
         else:
@@ -310,10 +388,12 @@ class LayerStore:
         if n == 1 or leaving == 0 or not self.quantized:
             return None
         warm = 0 if encoded_before else self.warm
-        if self.config.prefill == "stored" and self.config.residual_length == 0 and before + 1 >= warm:
+        at_once = self.config.residual_length == 0 and self.group == 1
+        if self.config.prefill == "stored" and at_once and before + 1 >= warm:
             return None
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
-        return Late(exact, first_packed + into_sink, self.config.residual_length, warm)
+        first = first_packed + into_sink
+        return Late(exact, first, self.config.residual_length, warm, self.group, first)
 
     def _append_one(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """The usual step of decoding, without a look at anything that it does not need; False: it is not this one.
@@ -336,9 +416,39 @@ class LayerStore:
         self.dtype, self.device = keys.dtype, keys.device
         self.place = keys.device
         self._set_one_token()
+        self.scalings = self._scalings(keys.shape[3], values.shape[3])
         for scale in (self._key_head, self._value_head):
             if scale is not None:
                 scale.begin(keys.shape[0], keys.device)
+        if not self._equalizes or self._vectors != (None, None):
+            self._set_transforms(*self._vectors)
+
+    def _scalings(self, key_dim: int, value_dim: int) -> tuple[Scaling | None, Scaling | None]:
+        """What shares a scale, of keys and of values.
+
+        Raises:
+            ValueError: a group size that does not go with the head size.
+        """
+        made: list[Scaling | None] = []
+        for side, dim in (("key", key_dim), ("value", value_dim)):
+            format = self.key_format if side == "key" else self.value_format
+            granularity = self.key_granularity if side == "key" else self.value_granularity
+            if format is None or granularity is None:
+                made.append(None)
+            else:
+                size = self._group_size(side) if granularity in ("group", "channel") else None
+                made.append(Scaling.of(format, granularity, size, dim, side))
+        return made[0], made[1]
+
+    def _set_transforms(self, centre: torch.Tensor | None, multiplier: torch.Tensor | None) -> None:
+        assert self.shape is not None
+        made: list[Transform | None] = []
+        sides = ((self.key_format, self.shape[2], centre, multiplier), (self.value_format, self.shape[3], None, None))
+        for format, dim, *vectors in sides:
+            signs = rotation_signs(dim, self.device) if format is not None and format.rotated else None
+            held = [None if x is None else x.to(self.device, torch.float32).contiguous() for x in vectors]
+            made.append(Transform(signs, *held) if format is not None and (signs is not None or any(x is not None for x in held)) else None)
+        self._transforms = (made[0], made[1])
 
     def _set_one_token(self) -> None:
         if self._only_packed and self.shape is not None:
@@ -346,6 +456,7 @@ class LayerStore:
             self._one_token = (torch.Size((batch, heads, 1, key_dim)), torch.Size((batch, heads, 1, value_dim)))
 
     def _tokens_to_keep(self) -> int:
+        """Tokens that stay exact; with a scale per channel those of an unfinished group come on top."""
         if not self._encoded and self.length < self.warm:
             return self.length
         return self.config.residual_length
@@ -364,7 +475,7 @@ class LayerStore:
             if segment is not None:
                 segment.to_front()
                 return segment
-            kept = max(self.config.residual_length, self.warm)
+            kept = max(self.config.residual_length + self.group - 1, self.warm)
             # Twice, so that the tokens in front can be moved without being in their own way.
             return self._exact_segment(keys, values, most if most is not None else kept + max(kept, RESIDUAL_SLACK))
         held = segment.length if segment is not None else 0
@@ -381,14 +492,18 @@ class LayerStore:
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.packed_length += keys.shape[2]
         first_ever, self._encoded = not self._encoded, True
+        if first_ever:
+            self._fix_vectors(keys)
         if self._key_head is None and self._value_head is None:
             self._fill(keys, values, None, None)
             return
         if first_ever:
             self._fix_scales(keys, values)
         sides = [
-            (scale, scale.format.magnitude(x))
-            for scale, x in ((self._key_head, keys), (self._value_head, values))
+            (scale, scale.format.magnitude(x if transform is None else transform.forward(x)))
+            for scale, x, transform in zip(
+                (self._key_head, self._value_head), (keys, values), self._transforms, strict=True
+            )
             if scale is not None
         ]
         done, total = 0, keys.shape[2]
@@ -402,16 +517,27 @@ class LayerStore:
             self._fill(keys[:, :, span], values[:, :, span], key_scale, value_scale)
             done += run
 
+    def _fix_vectors(self, keys: torch.Tensor) -> None:
+        """Takes the vectors for equalizing keys from the first tokens."""
+        if self._equalizes and self._vectors == (None, None):
+            self._set_transforms(*equalizing_vectors(self._first_tokens(keys, 0, EQUALIZER_TOKENS)))
+
     def _fix_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes scales from the first tokens: those about to be encoded, and those behind them in the window."""
-        rest = self.residual.rows(self.residual.length) if self.residual is not None else (None, None)
-        for scale, x, behind in zip((self._key_head, self._value_head), (keys, values), rest, strict=True):
+        """Takes scales from the first tokens."""
+        heads = (self._key_head, self._value_head)
+        for side, (scale, x, transform) in enumerate(zip(heads, (keys, values), self._transforms, strict=True)):
             if scale is None or scale.given:
                 continue
-            first = x[:, :, :WARM_UP_TOKENS]
-            if first.shape[2] < WARM_UP_TOKENS and behind is not None:
-                first = torch.cat([first, behind[:, :, : WARM_UP_TOKENS - first.shape[2]]], dim=2)
-            scale.fix(first)
+            first = self._first_tokens(x, side, WARM_UP_TOKENS)
+            scale.fix(first if transform is None else transform.forward(first))
+
+    def _first_tokens(self, x: torch.Tensor, side: int, count: int) -> torch.Tensor:
+        """The first ``count`` keys (side 0) or values: of those about to be encoded, and behind them in the window."""
+        first = x[:, :, :count]
+        if first.shape[2] < count and self.residual is not None:
+            behind = self.residual.rows(self.residual.length)[side]
+            first = torch.cat([first, behind[:, :, : count - first.shape[2]]], dim=2)
+        return first
 
     def _fill(
         self,
@@ -466,27 +592,26 @@ class LayerStore:
             self.version += 1
             return segment
         capacity = self._packed_capacity()
-        planes = []
         sides = ((keys, self.key_format, key_scale, True), (values, self.value_format, value_scale, False))
-        for x, format, scale, is_key in sides:
-            plane = Plane(x, capacity, format, is_key)
-            if format is not None:
-                if scale is None:
-                    plane.scale = torch.zeros(*x.shape[:2], capacity, dtype=torch.bfloat16, device=x.device)
-                else:
-                    plane.scale = scale.clone()
-            planes.append(plane)
+        planes = [
+            Plane(x, capacity, format, is_key, scaling, None if scale is None else scale.clone(), transform)
+            for (x, format, scale, is_key), scaling, transform in zip(
+                sides, self.scalings, self._transforms, strict=True
+            )
+        ]
         self.version += 1
         return Segment(planes[0], planes[1], capacity)
 
     def _packed_capacity(self) -> int:
-        """Tokens of the next packed segment."""
+        """Tokens of the next packed segment, a number of whole groups."""
         if self.capacity is not None and not self._window:
-            return self.capacity - self.config.sink_tokens - sum(segment.length for segment in self.packed)
-        small = self._window or (self.config.residual_length > 0 and self.length < LARGE_STORE_TOKENS)
+            left = self.capacity - self.config.sink_tokens - sum(segment.length for segment in self.packed)
+            return -(-left // self.group) * self.group
+        small = self._window or (self._has_window and self.length < LARGE_STORE_TOKENS)
         most = SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS
         # The first segments of a short cache are small, so that it is never much larger than what it holds.
-        return most if self.capacity is not None else min(most, -(-self.length // 32) * 32)
+        step = lcm(32, self.group)
+        return most if self.capacity is not None else min(most, -(-self.length // step) * step)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -516,6 +641,9 @@ class LayerStore:
         """
         if self.warm and not self._encoded:
             return
+        if self.group > 1 and self.residual is not None:
+            # What waits for its group to be full stays, so that groups are the same however the input was cut.
+            position = min(position, self.length - self.residual.length)
         left = min(position, self.length) - self.first
         if left <= 0:
             return
@@ -588,11 +716,20 @@ class LayerStore:
         self.packed = [segment.mapped(function) for segment in self.packed]
         self.residual = self.residual.mapped(function) if self.residual is not None else None
         self._empty = []
+        self._move_transforms(function)
         for scale in (self._key_head, self._value_head):
             if scale is not None:
                 scale.map(function)
         self.kernel_regions = None
         self.version += 1
+
+    def _move_transforms(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        old = self._transforms
+        key, value = (None if x is None else x.map(function) for x in old)
+        self._transforms = (key, value)
+        for segment in self.packed:
+            for plane, transform in zip(segment.planes(), self._transforms, strict=True):
+                plane.transform = transform
 
     @_lasting
     def crop(self, length: int) -> None:
@@ -626,6 +763,7 @@ class LayerStore:
             if segment.length:
                 kept.append(segment)
                 self.packed_length += segment.length
+        cut = bool(kept) and (kept[-1].start + kept[-1].length) % self.group != 0
         if len(kept) < len(self.packed):
             if self._key_head is not None:
                 self._key_head.rewind([segment.key for segment in kept])
@@ -634,8 +772,10 @@ class LayerStore:
             self._open = bool(kept)
         self.packed = kept
         self._encoded = self._encoded and (bool(kept) or self.first > 0)
+        if not self._encoded and self._equalizes and self._vectors == (None, None):
+            self._transforms = (None, None)
         spare = kept[-1].capacity - kept[-1].length if self._open else 0
-        if self.capacity is None and self.config.residual_length and spare > SMALL_SEGMENT_TOKENS:
+        if (self._open and cut) or (self.capacity is None and self._has_window and spare > SMALL_SEGMENT_TOKENS):
             self._close()
         if self.residual is not None:
             self.residual = self._cut(self.residual, left)
@@ -664,25 +804,14 @@ class LayerStore:
             for plane in segment.planes()
             for tensor in plane.tensors()
         )
-        for scale in (self._key_head, self._value_head):
-            if scale is not None:
-                total += scale.nbytes()
+        for held in (self._key_head, self._value_head, *self._transforms):
+            if held is not None:
+                total += held.nbytes()
         return total
 
     def stored_bits(self) -> int:
-        """Bits of the codes and scales of the tokens stored, without spare room."""
-        if self.shape is None:
-            return 0
-        vectors = self.shape[0] * self.shape[1]
-        bits = 0
-        for segment in self.segments():
-            for plane in segment.planes():
-                if plane.format is None:
-                    bits += vectors * segment.length * plane.dim * plane.codes.element_size() * 8
-                    continue
-                bits += vectors * segment.length * plane.dim * plane.format.bits
-                bits += vectors * (16 * segment.length if plane.per_token else 32)
-        return bits
+        """Bits of the codes, scales and offsets of the tokens stored, without spare room."""
+        return sum(plane.bits(segment.length) for segment in self.segments() for plane in segment.planes())
 
     def stored_values(self) -> int:
         """Numbers stored: tokens x heads x (key_dim + value_dim)."""

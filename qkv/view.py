@@ -20,26 +20,21 @@ class KVView:
         first: position of the first token that is shown.
         length: tokens shown, kv_len.
         late: exact copies that early queries of the current pass need, see :class:`qkv.storage.Late`; usually None.
-        key_multiplier: float ``[kv_heads, key_dim]`` or None. Keys in packed segments are stored divided by it.
-        key_centre: float ``[kv_heads, key_dim]`` or None. Subtracted from keys before they were divided and stored.
         on_served: told the name of the backend that attended, or None.
     """
 
-    __slots__ = ("_changes", "_runs", "first", "key_centre", "key_multiplier", "late", "length", "on_served", "store")
+    __slots__ = ("_changes", "_runs", "first", "late", "length", "on_served", "store")
 
     def __init__(
         self,
         store: LayerStore,
         late: Late | None = None,
-        key_multiplier: torch.Tensor | None = None,
-        key_centre: torch.Tensor | None = None,
         first: int | None = None,
     ):
         self.store = store
         self.first = store.first if first is None else max(first, store.first)
         self.length = store.length - self.first
         self._changes = store.changes
-        self.key_multiplier, self.key_centre = key_multiplier, key_centre
         self.on_served: Callable[[str], None] | None = None
         # A sliding window goes on after this view is made: what it shows is written down now.
         self._runs: list[Run] | None = store.runs(self.first) if first is not None else None
@@ -133,11 +128,6 @@ class KVView:
             span = slice(at, at + run.length)
             run.segment.key.decode_into(keys[:, :, span], run.offset)
             run.segment.value.decode_into(values[:, :, span], run.offset)
-            if run.segment.key.format is not None:
-                if self.key_multiplier is not None:
-                    keys[:, :, span] *= self.key_multiplier.unsqueeze(1)
-                if self.key_centre is not None:
-                    keys[:, :, span] += self.key_centre.unsqueeze(1)
             at += run.length
         return keys, values
 

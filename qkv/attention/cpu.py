@@ -134,7 +134,7 @@ def attend(
     args.causal = causal and q_len > 1 and mask is None
     args.threads = torch.get_num_threads()
     args.mask_kind = native.MASK_NONE
-    args.mask = args.sinks = args.query_packed = args.packed_bias = None
+    args.mask = args.sinks = None
     args.query_stride[:] = query.stride()[:3]
     keep = []  # what the addresses point to must live until the call is over
     if mask is not None:
@@ -148,19 +148,6 @@ def attend(
         logits = sinks.float().contiguous()
         args.sinks = logits.data_ptr()
         keep.append(logits)
-    if view.key_multiplier is not None:
-        per_head = view.key_multiplier.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(1)
-        packed = (
-            query.float() * per_head.float()
-        ).contiguous()  # rounded to the query's type it would be the worse one
-        args.query_packed = packed.data_ptr()
-        args.packed_stride[:] = packed.stride()[:3]
-        keep.append(packed)
-    if view.key_centre is not None:
-        per_head = view.key_centre.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(1)
-        bias = (query.float() * per_head).sum(dim=-1).contiguous()
-        args.packed_bias = bias.data_ptr()
-        keep.append(bias)
     code = lib.qkv_attend(args)
     if code != 0:
         raise RuntimeError(f"the compiled attention kernel refused its arguments (code {code})")

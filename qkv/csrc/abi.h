@@ -8,7 +8,8 @@
 extern "C" {
 
 // How a plane (keys or values of one region) is stored. Float formats keep rows [token][channel]; the one-byte
-// formats keep tiles, see qkv/formats/layout.py: keys [token/16][channel/2][16][2], values [token/2][channel][2].
+// formats keep tiles, see qkv/formats/layout.py: keys [token/16][channel/2][16][2], values [token/2][channel][2]. Codes
+// of n bits are packed in units of 32, 4 n bytes: keys [token/16][channel/2], values [token/2][channel/16].
 enum QkvFormat : int32_t {
   QKV_F32 = 0,
   QKV_BF16 = 1,
@@ -16,20 +17,52 @@ enum QkvFormat : int32_t {
   QKV_INT8 = 3,
   QKV_E4M3 = 4,
   QKV_E5M2 = 5,
+  QKV_INT2 = 6,  // unsigned whole numbers, with an offset
+  QKV_INT3 = 7,
+  QKV_INT4 = 8,
+  QKV_INT5 = 9,
+  QKV_INT6 = 10,
+  QKV_LUT4 = 11,  // code books: a table says what a code stands for
+  QKV_LUT8 = 12,
 };
 
-// Where the quantization scale of a plane lives: none, one bfloat16 per token, or one float32 per head.
-enum QkvScale : int32_t { QKV_SCALE_NONE = 0, QKV_SCALE_TOKEN = 1, QKV_SCALE_HEAD = 2 };
+// What shares a scale: a token (bfloat16, no offset), a head (float32), a group of channels of a token
+// ([group][token]), or a channel of a group of tokens ([token / group][channel]).
+enum QkvScale : int32_t {
+  QKV_SCALE_NONE = 0,
+  QKV_SCALE_TOKEN = 1,
+  QKV_SCALE_HEAD = 2,
+  QKV_SCALE_GROUP = 3,
+  QKV_SCALE_CHANNEL = 4,
+};
+
+// How scales per token, group and channel are stored, see qkv/formats/scale_types.py.
+enum QkvScaleType : int32_t { QKV_BF16_SCALE = 0, QKV_UE5M3 = 1, QKV_E8M0 = 2, QKV_E4M3_SCALE = 3, QKV_F32_SCALE = 4 };
+
+// x = code * scale + offset. A zero point is an int8 number of steps; the middle is that of the codes, below zero.
+enum QkvOffset : int32_t { QKV_OFFSET_NONE = 0, QKV_ZERO_POINT = 1, QKV_OFFSET_BF16 = 2, QKV_OFFSET_MIDDLE = 3 };
 
 enum QkvMask : int32_t { QKV_MASK_NONE = 0, QKV_MASK_BOOL = 1, QKV_MASK_F32 = 2 };
 
 struct QkvPlane {
   void* codes;
   void* scale;
+  void* offset;             // shaped as scale, or null
+  const float* table;       // of a code book, or null
+  const float* signs;       // [dim] of 1 and -1: rows were multiplied by them, then by Hadamard matrices; or null
+  const float* centre;      // [heads][dim], subtracted from rows before all that, or null
+  const float* multiplier;  // [heads][dim], rows were divided by it then, or null
   int64_t codes_stride[2];  // bytes from one batch row / head to the next
-  int64_t scale_stride[2];  // bytes from one batch row / head to the next
+  int64_t scale_stride[2];  // elements from one batch row / head to the next, of scale and offset
+  int64_t group_stride;     // elements from one group to the next, of scale and offset
   int32_t format;           // QkvFormat
   int32_t scale_kind;       // QkvScale
+  int32_t scale_type;       // QkvScaleType
+  int32_t offset_type;      // QkvOffset
+  int32_t group;            // channels, or tokens, that share a scale
+  int32_t rotation;         // channels of one Hadamard matrix, a power of two
+  float cut;                // of a range: this part at either end is left to saturate
+  int32_t reserved;
 };
 
 // A run of consecutive tokens stored in one format. The regions of a cache share one softmax.
@@ -42,14 +75,11 @@ struct QkvRegion {
 
 struct QkvAttend {
   const void* query;            // [batch, kv_heads * group, q_len, key_dim], channel stride 1
-  const float* query_packed;    // the same for quantized regions (key multiplier folded in), or null: use query
-  const float* packed_bias;     // [batch, kv_heads * group, q_len], added to scores of quantized regions, or null
   void* out;                    // [batch, q_len, kv_heads * group, value_dim], contiguous, dtype of the query
   const void* mask;             // see mask_kind; columns follow the regions in order
   const float* sinks;           // [kv_heads * group] extra logits without a value, or null
   const QkvRegion* regions;
   int64_t query_stride[3];      // elements: batch, head, position
-  int64_t packed_stride[3];     // elements: batch, head, position, of query_packed
   int64_t mask_stride[4];       // elements: batch, head, position, column (0 where broadcast)
   int64_t batch, kv_heads, group, q_len, key_dim, value_dim, n_regions;
   float softmax_scale;

@@ -6,25 +6,39 @@
 // softmax, then one pass over the codes of the values. Quantization scales never touch the codes: those of the keys
 // multiply the scores, those of the values the probabilities.
 //
-// For int8 codes both passes are integer multiply-adds. The query, and the probabilities of a block times the value
+// With a scale per group of channels a pass goes group by group; with one per channel and group of tokens, the query is
+// multiplied by the scales for each group of tokens. Offsets add their product with the query's sum, and with the sum of
+// the probabilities. Keys that were equalized or rotated meet a query that was treated alike, once per call; sums of
+// rotated values are kept apart and rotated back at the end.
+//
+// For whole-number codes both passes are integer multiply-adds. The query, and the probabilities of a block times the value
 // scales, are rounded to 16 bits relative to their largest magnitude; that error is 1/256 of the rounding of the codes.
 
 // Everything a thread needs for one batch row and kv head. The memory is kept between calls, one buffer a thread. The
 // structure itself is a local variable: were it thread-local, inner loops would look its address up again and again.
 struct Workspace {
-  float *query, *packed, *scores, *prob, *acc, *tile, *key_scale, *value_scale, *m, *l, *q_unit, *bad, *factor;
-  int16_t *q16, *p16;
+  float *query, *packed, *scores, *prob, *acc, *turned, *tile, *part, *key_scale, *key_offset, *value_scale,
+      *value_offset, *folded, *group_sum, *m, *l, *q_unit, *unit, *bad, *factor, *bias, *value_shift;
+  int16_t *q16, *p16, *folded16;
   int rows, key_stride, value_stride;
   bool odd_values;  // whether a value scale of the current block is not finite
+  // The planes that tell how keys and values are transformed; null: not at all.
+  const QkvPlane *key_plane, *value_plane;
 
   explicit Workspace(const QkvAttend& a) {
     static thread_local Buffer<float> memory;
     rows = static_cast<int>(a.group * a.q_len);
     key_stride = round_up(a.key_dim, 16);
     value_stride = round_up(a.value_dim, 16);
-    const int64_t r = rows;
-    const int64_t need = r * (2 * key_stride + key_stride / 2 + 2 * kBlock + kBlock / 2 + 2 * value_stride + 5) +
-                         2 * kBlock + 16 * 16;
+    key_plane = value_plane = nullptr;
+    for (int64_t k = 0; k < a.n_regions; ++k) {
+      if (!key_plane && is_packed(a.regions[k].key.format)) key_plane = &a.regions[k].key;
+      if (!value_plane && is_packed(a.regions[k].value.format) && a.regions[k].value.signs)
+        value_plane = &a.regions[k].value;
+    }
+    const int64_t r = rows, wide = most(most(key_stride, value_stride), kBlock);
+    const int64_t need = r * (3 * key_stride + key_stride + key_stride / 16 + 3 * kBlock + kBlock + 3 * value_stride) +
+                         9 * r + r * kBlock + 4 * wide + 25 * 16;
     float* p = memory.at_least(need);
     const auto take = [&p](int64_t n) {
       float* start = p;
@@ -33,19 +47,29 @@ struct Workspace {
     };
     query = take(r * key_stride);
     packed = take(r * key_stride);
+    folded = take(r * most(key_stride, kBlock));
     scores = take(r * kBlock);
     prob = take(r * kBlock);
+    part = take(r * kBlock);
     acc = take(r * value_stride);
+    turned = take(r * value_stride);
     tile = take(r * value_stride);
-    key_scale = take(kBlock);
-    value_scale = take(kBlock);
+    key_scale = take(wide);
+    key_offset = take(wide);
+    value_scale = take(wide);
+    value_offset = take(wide);
     q16 = reinterpret_cast<int16_t*>(take(r * key_stride / 2));
     p16 = reinterpret_cast<int16_t*>(take(r * kBlock / 2));
+    folded16 = reinterpret_cast<int16_t*>(take(r * most(key_stride, kBlock) / 2));
+    group_sum = take(r * key_stride / 16);
     m = take(r);
     l = take(r);
     q_unit = take(r);
+    unit = take(r);
     bad = take(r);
     factor = take(r);
+    bias = take(r);
+    value_shift = take(r);
   }
 };
 
@@ -53,13 +77,13 @@ static const uint8_t* plane_codes(const QkvPlane& plane, int64_t b, int64_t h) {
   return static_cast<const uint8_t*>(plane.codes) + b * plane.codes_stride[0] + h * plane.codes_stride[1];
 }
 
-// Scales of n tokens from `offset` on, times `unit`, as float32, padded with 0 to whole lanes. Returns whether all are
-// finite.
+// Scales per token or head of n tokens from `offset` on, times `unit`, padded with 0 to whole lanes. Returns whether all
+// are finite.
 static bool load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t offset, int n, float unit, float* out) {
-  const char* base = static_cast<const char*>(plane.scale) + b * plane.scale_stride[0] + h * plane.scale_stride[1];
+  const int64_t start = scale_start(plane, b, h);
   const int padded = round_up(n, 16);
   if (plane.scale_kind == QKV_SCALE_TOKEN) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(base) + offset;
+    const uint16_t* p = static_cast<const uint16_t*>(plane.scale) + start + offset;
     const vf wide = vf_set1(unit);
     vf sum = vf_set1(0);
     int t = 0;
@@ -70,39 +94,70 @@ static bool load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t off
     }
     float rest = vf_hsum(sum);
     for (; t < n; ++t) {
-      out[t] = FloatRow<QKV_BF16>::one(p[t]) * unit;
+      out[t] = bf16_value(p[t]) * unit;
       rest += 0.0f * out[t];
     }
     for (; t < padded; ++t) out[t] = 0.0f;
     return rest == 0.0f;
   }
-  float s = 1.0f;
-  if (plane.scale_kind == QKV_SCALE_HEAD) std::memcpy(&s, base, 4);
+  const float s = plane.scale_kind == QKV_SCALE_HEAD ? static_cast<const float*>(plane.scale)[start] : 1.0f;
   for (int t = 0; t < padded; ++t) out[t] = t < n ? s * unit : 0.0f;
   return std::fabs(s) <= 3.4028235e38f;
 }
 
 static float code_unit(int32_t format) { return format == QKV_E4M3 ? Fp8Codec<7>::kUnit : 1.0f; }
 
-// Rounds the packed query to 16 bits; the largest multiplier is chosen so that no sum of products leaves int32.
-static void round_query(Workspace& w, int64_t key_dim) {
-  const float limit = least(32767.0f, std::floor(2147483520.0f / (127.0f * static_cast<float>(key_dim))));
-  for (int r = 0; r < w.rows; ++r) {
-    const float* q = w.packed + r * w.key_stride;
+// Rounds rows of n numbers to 16 bits, at most `limit`, padded with 0 to `stride`; unit[r] is worth one step of row r, NaN
+// where a row is not finite.
+static void round_rows(const float* x, int64_t stride, int rows, int n, float limit, int16_t* out, float* unit) {
+  for (int r = 0; r < rows; ++r, x += stride, out += stride) {
     float top = 0;
     bool finite = true;
-    for (int d = 0; d < key_dim; ++d) {
-      const float a = std::fabs(q[d]);
+    for (int d = 0; d < n; ++d) {
+      const float a = std::fabs(x[d]);
       finite = finite && a <= 3.4028235e38f;
       top = a > top ? a : top;
     }
-    // Below this the reciprocal would overflow; such a query makes no score worth the name.
+    // Below this the reciprocal would overflow; such a row makes no score worth the name.
     const float inverse = top > 1e-34f && finite ? limit / top : 0.0f;
-    int16_t* out = w.q16 + r * w.key_stride;
-    for (int d = 0; d < w.key_stride; ++d)
-      out[d] = finite && d < key_dim ? static_cast<int16_t>(std::nearbyint(q[d] * inverse)) : 0;
-    w.q_unit[r] = finite ? top / limit : __builtin_nanf("");
+    for (int d = 0; d < stride; ++d)
+      out[d] = finite && d < n ? static_cast<int16_t>(std::nearbyint(x[d] * inverse)) : 0;
+    unit[r] = finite ? top / limit : __builtin_nanf("");
   }
+}
+
+// The largest multiplier with which no sum of products over the channels leaves int32.
+static float query_limit(int64_t key_dim) {
+  return least(32767.0f, std::floor(2147483520.0f / (127.0f * static_cast<float>(key_dim))));
+}
+
+// The query as quantized keys want it: multiplied where they were divided, rotated as they were.
+static void fold_query(const QkvAttend& a, Workspace& w, int64_t h) {
+  const int dim = static_cast<int>(a.key_dim);
+  const QkvPlane* plane = w.key_plane;
+  for (int r = 0; r < w.rows; ++r) {
+    const float* q = w.query + r * w.key_stride;
+    float* k = w.packed + r * w.key_stride;
+    std::memcpy(k, q, w.key_stride * sizeof(float));
+    w.bias[r] = 0;
+    if (!plane) continue;
+    if (plane->centre)
+      for (int d = 0; d < dim; ++d) w.bias[r] += q[d] * plane->centre[h * dim + d];
+    if (plane->multiplier)
+      for (int d = 0; d < dim; ++d) k[d] *= plane->multiplier[h * dim + d];
+    if (plane->signs) {
+      for (int d = 0; d < dim; ++d) k[d] *= plane->signs[d];
+      hadamard(k, dim, plane->rotation);
+    }
+    if (plane->scale_kind != QKV_SCALE_GROUP) continue;
+    float* sums = w.group_sum + r * (w.key_stride / 16);
+    for (int g = 0, at = 0; at < dim; ++g, at += plane->group) {
+      float sum = 0;
+      for (int d = at; d < least(at + plane->group, dim); ++d) sum += k[d];
+      sums[g] = sum;
+    }
+  }
+  round_rows(w.packed, w.key_stride, w.rows, dim, query_limit(dim), w.q16, w.q_unit);
 }
 
 static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
@@ -113,57 +168,135 @@ static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
       std::memset(q, 0, w.key_stride * sizeof(float));
       load_row(q, a.query, b * a.query_stride[0] + head * a.query_stride[1] + i * a.query_stride[2], a.key_dim,
                a.query_dtype);
-      float* k = w.packed + r * w.key_stride;
-      if (a.query_packed) {
-        std::memset(k, 0, w.key_stride * sizeof(float));
-        load_row(k, a.query_packed, b * a.packed_stride[0] + head * a.packed_stride[1] + i * a.packed_stride[2],
-                 a.key_dim, QKV_F32);
-      } else {
-        std::memcpy(k, q, w.key_stride * sizeof(float));
-      }
       w.m[r] = kMinusInf;
       w.l[r] = 0;
       w.bad[r] = 0;
     }
   }
-  std::memset(w.acc, 0, static_cast<size_t>(w.rows) * w.value_stride * sizeof(float));
-  round_query(w, a.key_dim);
+  const size_t size = static_cast<size_t>(w.rows) * w.value_stride * sizeof(float);
+  std::memset(w.acc, 0, size);
+  if (w.value_plane) std::memset(w.turned, 0, size);
+  fold_query(a, w, h);
 }
 
-static const uint8_t* key_block(const QkvAttend& a, const uint8_t* codes, int64_t offset) {
-  return codes + offset / 16 * 16 * round_up(a.key_dim, 2);
+// Bytes of a tile of keys (16 tokens) and of values (2 tokens).
+static int64_t key_tile(const QkvPlane& key, int64_t dim) { return (dim + 1) / 2 * 4 * code_bits(key.format); }
+static int64_t value_tile(const QkvPlane& value, int64_t dim) {
+  const int bits = code_bits(value.format);
+  return bits == 8 ? 2 * dim : (dim + 15) / 16 * 4 * bits;
 }
 
-static const uint8_t* value_block(const QkvAttend& a, const uint8_t* codes, int64_t offset) {
-  return codes + offset / 2 * 2 * a.value_dim;
+// Where a block of tokens begins, of quantized planes; for rows, near enough to be fetched early.
+static const uint8_t* key_block(const QkvAttend& a, const QkvPlane& key, const uint8_t* codes, int64_t offset) {
+  return codes + offset / 16 * key_tile(key, a.key_dim);
+}
+static const uint8_t* value_block(const QkvAttend& a, const QkvPlane& value, const uint8_t* codes, int64_t offset) {
+  return codes + offset / 2 * value_tile(value, a.value_dim);
 }
 
-static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, const uint8_t* codes, int64_t offset,
-                       int n, const uint8_t* ahead) {
-  const int even = round_up(a.key_dim, 2);
-  const Pass pass{key_block(a, codes, offset), 16 * even, 32, (n + 15) / 16, even / 2, ahead};
-  switch (key.format) {
-    case QKV_INT8:
-      dot_rows<Int8Codec>(pass, w.rows, w.q16, w.key_stride, w.scores, kBlock);
-      break;
-    case QKV_E4M3:
-      dot_rows<Fp8Codec<7>>(pass, w.rows, w.packed, w.key_stride, w.scores, kBlock);
-      break;
-    case QKV_E5M2:
-      dot_rows<Fp8Codec<8>>(pass, w.rows, w.packed, w.key_stride, w.scores, kBlock);
-      break;
-    case QKV_F32:
-      scores_float<QKV_F32>(codes + offset * a.key_dim * 4, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
-                            kBlock);
-      break;
-    case QKV_BF16:
-      scores_float<QKV_BF16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
-                             kBlock);
-      break;
-    default:
-      scores_float<QKV_F16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows, w.scores,
-                            kBlock);
+// Which multipliers a codec takes: of 16 bits, or float32.
+static inline const int16_t* multipliers(const int16_t* rounded, const float*, const int16_t*) { return rounded; }
+static inline const float* multipliers(const int16_t*, const float* exact, const float*) { return exact; }
+template <class C>
+static inline const typename C::Mult* chosen(const int16_t* rounded, const float* exact) {
+  return multipliers(rounded, exact, static_cast<const typename C::Mult*>(nullptr));
+}
+template <class C>
+static constexpr bool whole_numbers() {
+  return sizeof(typename C::Mult) == 2;
+}
+
+// Products of all rows with n quantized keys. With a scale per token or head, without it; else finished scores.
+template <class C>
+static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, const uint8_t* codes, int64_t b,
+                         int64_t h, int64_t offset, int n, const uint8_t* ahead) {
+  const int dim = static_cast<int>(a.key_dim), pairs = (dim + 1) / 2, tiles = (n + 15) / 16;
+  const int64_t tile = pairs * C::kBytes;
+  const uint8_t* base = codes + offset / 16 * tile;
+  if (key.scale_kind == QKV_SCALE_GROUP) {
+    for (int g = 0, at = 0; at < dim; ++g, at += key.group) {
+      const int count = (least(key.group, dim - at) + 1) / 2, skip = at / 2 * C::kBytes;
+      const Pass pass{base + skip, tile, C::kBytes, tiles, count, ahead + skip * tiles, key.table};
+      dot_rows<C>(pass, w.rows, chosen<C>(w.q16, w.packed) + at, w.key_stride, w.part, kBlock);
+      const int64_t start = scale_start(key, b, h) + g * key.group_stride + offset;
+      load_vectors(key, start, n, round_up(n, 16), C::kUnit, w.key_scale, w.key_offset);
+      for (int r = 0; r < w.rows; ++r) {
+        const vf unit = vf_set1(whole_numbers<C>() ? w.q_unit[r] : 1.0f);
+        const vf sum = vf_set1(w.group_sum[r * (w.key_stride / 16) + g]);
+        const float* part = w.part + r * kBlock;
+        float* s = w.scores + r * kBlock;
+        for (int t = 0; t < n; t += kLanes) {
+          vf v = vf_mul(vf_load(w.key_offset + t), sum);
+          if (g) v = vf_add(v, vf_load(s + t));
+          vf_store(s + t, vf_fma(vf_mul(vf_load(part + t), unit), vf_load(w.key_scale + t), v));
+        }
+      }
+    }
+    return;
   }
+  if (key.scale_kind == QKV_SCALE_CHANNEL) {
+    for (int t = 0, count; t < n; t += count) {
+      const int64_t group = (offset + t) / key.group;
+      count = static_cast<int>(least<int64_t>(n - t, (group + 1) * key.group - offset - t));
+      load_vectors(key, scale_start(key, b, h) + group * key.group_stride, dim, w.key_stride, C::kUnit, w.key_scale,
+                   w.key_offset);
+      for (int r = 0; r < w.rows; ++r) {
+        const float* q = w.packed + r * w.key_stride;
+        float* f = w.folded + r * w.key_stride;
+        vf sum = vf_set1(0);
+        for (int d = 0; d < w.key_stride; d += kLanes) {
+          const vf v = vf_load(q + d);
+          vf_store(f + d, vf_mul(v, vf_load(w.key_scale + d)));
+          sum = vf_fma(v, vf_load(w.key_offset + d), sum);
+        }
+        w.factor[r] = vf_hsum(sum);
+      }
+      if (whole_numbers<C>()) round_rows(w.folded, w.key_stride, w.rows, dim, query_limit(dim), w.folded16, w.unit);
+      const int64_t skip = t / 16 * tile;
+      const Pass pass{base + skip, tile, C::kBytes, (count + 15) / 16, pairs, ahead + skip, key.table};
+      dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), w.key_stride, w.scores + t, kBlock);
+      for (int r = 0; r < w.rows; ++r) {
+        const vf unit = vf_set1(whole_numbers<C>() ? w.unit[r] : 1.0f), shift = vf_set1(w.factor[r]);
+        float* s = w.scores + r * kBlock + t;
+        for (int i = 0; i < count; i += kLanes) vf_store(s + i, vf_fma(vf_load(s + i), unit, shift));
+      }
+    }
+    return;
+  }
+  const Pass pass{base, tile, C::kBytes, tiles, pairs, ahead, key.table};
+  dot_rows<C>(pass, w.rows, chosen<C>(w.q16, w.packed), w.key_stride, w.scores, kBlock);
+}
+
+static void raw_scores(const QkvAttend& a, Workspace& w, const QkvPlane& key, const uint8_t* codes, int64_t b,
+                       int64_t h, int64_t offset, int n, const uint8_t* ahead) {
+  switch (key.format) {
+    case QKV_INT8: return key_products<Int8Codec>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_E4M3: return key_products<Fp8Codec<7>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_E5M2: return key_products<Fp8Codec<8>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_INT2: return key_products<IntCodec<2>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_INT3: return key_products<IntCodec<3>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_INT4: return key_products<IntCodec<4>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_INT5: return key_products<IntCodec<5>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_INT6: return key_products<IntCodec<6>>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_LUT4: return key_products<Lut4Codec>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_LUT8: return key_products<Lut8Codec>(a, w, key, codes, b, h, offset, n, ahead);
+    case QKV_F32:
+      return scores_float<QKV_F32>(codes + offset * a.key_dim * 4, n, a.key_dim, w.query, w.key_stride, w.rows,
+                                   w.scores, kBlock);
+    case QKV_BF16:
+      return scores_float<QKV_BF16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows,
+                                    w.scores, kBlock);
+    default:
+      return scores_float<QKV_F16>(codes + offset * a.key_dim * 2, n, a.key_dim, w.query, w.key_stride, w.rows,
+                                   w.scores, kBlock);
+  }
+}
+
+static bool whole_number_format(int32_t format) { return format == QKV_INT8 || (format >= QKV_INT2 && format <= QKV_INT6); }
+
+// Whether scales are applied to whole scores, and to probabilities, by the softmax: those per token and head.
+static bool scaled_outside(const QkvPlane& plane) {
+  return is_packed(plane.format) && plane.scale_kind != QKV_SCALE_GROUP && plane.scale_kind != QKV_SCALE_CHANNEL;
 }
 
 // A block: the tokens offset .. offset + n of a region's planes. The first `hidden` of them are not to be seen; they are
@@ -217,7 +350,7 @@ static void bend_scores(const QkvAttend& a, float* s, int64_t b, int64_t head, i
 }
 
 // Turns the products of row r into scores in units of log2, padded with -inf to whole lanes; returns the largest.
-static float scale_scores(const QkvAttend& a, Workspace& w, int r, bool packed, float unit, float bias, int64_t b,
+static float scale_scores(const QkvAttend& a, Workspace& w, int r, bool scaled, float unit, float bias, int64_t b,
                           int64_t head, int64_t i, const Span& span) {
   const int n = span.n, padded = round_up(n, 16);
   float* s = w.scores + r * kBlock;
@@ -228,13 +361,13 @@ static float scale_scores(const QkvAttend& a, Workspace& w, int r, bool packed, 
   int t = 0;
   for (; t < whole; t += kLanes) {
     vf v = vf_mul(vf_load(s + t), wide);
-    if (packed) v = vf_fma(v, vf_load(w.key_scale + t), shift);
+    v = scaled ? vf_fma(v, vf_load(w.key_scale + t), shift) : vf_add(v, shift);
     vf_store(s + t, v);
     top = vf_max(top, v);
   }
   for (; t < padded; t += kLanes) {
     vf v = vf_mul(vf_load(s + t), wide);
-    if (packed) v = vf_fma(v, vf_load(w.key_scale + t), shift);
+    v = scaled ? vf_fma(v, vf_load(w.key_scale + t), shift) : vf_add(v, shift);
     vf_store(s + t, v);
   }
   if (bent) bend_scores(a, s, b, head, i, span);
@@ -254,9 +387,14 @@ static void mark_odd_values(Workspace& w, int r, int n) {
   }
 }
 
+static void shrink_row(float* x, int n, float factor) {
+  const vf wide = vf_set1(factor);
+  for (int d = 0; d < n; d += kLanes) vf_store(x + d, vf_mul(vf_load(x + d), wide));
+}
+
 // Running softmax of one row over the block, whose largest score is `peak`. Leaves in `prob` (and `p16`) the weights of
 // the values.
-static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool float_values) {
+static void weigh(Workspace& w, int r, int n, float peak, bool rounded, bool scaled) {
   const int padded = round_up(n, 16);
   const float* s = w.scores + r * kBlock;
   float* p = w.prob + r * kBlock;
@@ -274,9 +412,8 @@ static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool
   if (w.m[r] != peak) {
     const float shrink = w.m[r] == kMinusInf ? 0.0f : exp2_of(w.m[r] - peak);
     w.l[r] *= shrink;
-    float* acc = w.acc + r * w.value_stride;
-    const vf wide = vf_set1(shrink);
-    for (int d = 0; d < w.value_stride; d += kLanes) vf_store(acc + d, vf_mul(vf_load(acc + d), wide));
+    shrink_row(w.acc + r * w.value_stride, w.value_stride, shrink);
+    if (w.value_plane) shrink_row(w.turned + r * w.value_stride, w.value_stride, shrink);
     w.m[r] = peak;
   }
   const vf centre = vf_set1(peak);
@@ -284,7 +421,7 @@ static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool
   for (int t = 0; t < padded; t += kLanes) {
     vf e = vf_exp2(vf_sub(vf_load(s + t), centre));
     sum = vf_add(sum, e);
-    if (!float_values) e = vf_mul(e, vf_load(w.value_scale + t));
+    if (scaled) e = vf_mul(e, vf_load(w.value_scale + t));
     top = vf_max(e, top);
     vf_store(p + t, e);
   }
@@ -295,7 +432,7 @@ static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool
     for (int t = 0; t < padded; t += kLanes) top = vf_max(vf_load(p + t), top);
   }
   w.factor[r] = 1.0f;
-  if (!int8_values) return;
+  if (!rounded) return;
   const float largest = vf_hmax(top);
   // Below this the reciprocal would overflow; such weights add nothing.
   const bool usable = largest > 1e-34f && largest <= 3.4028235e38f;
@@ -304,29 +441,113 @@ static void weigh(Workspace& w, int r, int n, float peak, bool int8_values, bool
   w.factor[r] = usable ? largest / 32767.0f : 0.0f;
 }
 
-static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t offset,
-                       int n, const uint8_t* ahead) {
-  if (!is_packed(value.format)) {
-    const int64_t width = value.format == QKV_F32 ? 4 : 2;
-    const uint8_t* rows = codes + offset * a.value_dim * width;
-    if (value.format == QKV_F32)
-      values_float<QKV_F32>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
-    else if (value.format == QKV_BF16)
-      values_float<QKV_BF16>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
-    else
-      values_float<QKV_F16>(rows, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
-    return;
+// x[d] += add[d] * unit + shift for n channels, in whole lanes.
+static inline void add_row(float* x, const float* add, int n, float unit, float shift) {
+  const vf wide = vf_set1(unit), up = vf_set1(shift);
+  for (int d = 0; d < n; d += kLanes) vf_store(x + d, vf_add(vf_fma(vf_load(add + d), wide, vf_load(x + d)), up));
+}
+
+// Adds n quantized values with a scale per group of channels, weighed by `prob`.
+template <class C>
+static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value, const Pass& whole, int64_t b,
+                        int64_t h, int64_t offset, int n, float* sums) {
+  const int dim = static_cast<int>(a.value_dim), padded = round_up(n, 16);
+  for (int g = 0, at = 0; at < dim; ++g, at += value.group) {
+    const int width = least(value.group, dim - at), units = (width + 15) / 16;
+    const int64_t start = scale_start(value, b, h) + g * value.group_stride + offset;
+    const bool finite = load_vectors(value, start, n, padded, C::kUnit, w.value_scale, w.value_offset);
+    for (int r = 0; r < w.rows; ++r) {
+      const float* p = w.prob + r * kBlock;
+      float* f = w.folded + r * kBlock;
+      vf shift = vf_set1(0);
+      for (int t = 0; t < padded; t += kLanes) {
+        const vf v = vf_load(p + t);
+        vf_store(f + t, vf_mul(v, vf_load(w.value_scale + t)));
+        shift = vf_fma(v, vf_load(w.value_offset + t), shift);
+      }
+      w.value_shift[r] = vf_hsum(shift);
+      if (finite) continue;
+      // A value that is not finite makes the channels of its group not-a-number, in the rows that attend to it.
+      float sum = 0;
+      bool odd = false;
+      for (int t = 0; t < n; ++t) {
+        if (std::fabs(w.value_scale[t]) <= 3.4028235e38f) sum += p[t] * w.value_offset[t];
+        else f[t] = 0, odd = odd || w.scores[r * kBlock + t] > kMinusInf;
+      }
+      w.value_shift[r] = odd ? __builtin_nanf("") : sum;
+    }
+    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, 32767.0f, w.folded16, w.unit);
+    const Pass pass{whole.base + at / 16 * C::kBytes, C::kBytes, whole.step, units, whole.n,
+                    whole.ahead + at / 16 * C::kBytes * whole.n, whole.table};
+    dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), kBlock, w.tile, w.value_stride);
+    for (int r = 0; r < w.rows; ++r)
+      add_row(sums + r * w.value_stride + at, w.tile + r * w.value_stride, units * 16,
+              whole_numbers<C>() ? w.unit[r] : 1.0f, w.value_shift[r]);
   }
-  const Pass pass{value_block(a, codes, offset),    32,          2 * a.value_dim,
-                  round_up(a.value_dim, 16) / 16, (n + 1) / 2, ahead};
-  if (value.format == QKV_INT8) dot_rows<Int8Codec>(pass, w.rows, w.p16, kBlock, w.tile, w.value_stride);
-  else if (value.format == QKV_E4M3) dot_rows<Fp8Codec<7>>(pass, w.rows, w.prob, kBlock, w.tile, w.value_stride);
-  else dot_rows<Fp8Codec<8>>(pass, w.rows, w.prob, kBlock, w.tile, w.value_stride);
-  for (int r = 0; r < w.rows; ++r) {
-    const vf f = vf_set1(w.factor[r]);
-    float* acc = w.acc + r * w.value_stride;
-    const float* add = w.tile + r * w.value_stride;
-    for (int d = 0; d < w.value_stride; d += kLanes) vf_store(acc + d, vf_fma(vf_load(add + d), f, vf_load(acc + d)));
+}
+
+// Adds n quantized values with a scale per channel over groups of tokens, weighed by `prob`.
+template <class C>
+static void add_by_channel(const QkvAttend& a, Workspace& w, const QkvPlane& value, const Pass& whole, int64_t b,
+                           int64_t h, int64_t offset, int n, float* sums) {
+  const int dim = static_cast<int>(a.value_dim);
+  for (int t = 0, count; t < n; t += count) {
+    const int64_t group = (offset + t) / value.group;
+    count = static_cast<int>(least<int64_t>(n - t, (group + 1) * value.group - offset - t));
+    load_vectors(value, scale_start(value, b, h) + group * value.group_stride, dim, w.value_stride, C::kUnit,
+                 w.value_scale, w.value_offset);
+    const Pass pass{whole.base + t / 2 * whole.step, C::kBytes, whole.step, whole.groups, (count + 1) / 2,
+                    whole.ahead + t / 2 * whole.step, whole.table};
+    dot_rows<C>(pass, w.rows, chosen<C>(w.p16, w.prob) + t, kBlock, w.tile, w.value_stride);
+    for (int r = 0; r < w.rows; ++r) {
+      const float* p = w.prob + r * kBlock + t;
+      float total = 0;
+      for (int i = 0; i < count; ++i) total += p[i];
+      if (total == 0.0f) continue;  // whatever the scales are
+      const vf unit = vf_set1(w.factor[r]), mass = vf_set1(total);
+      const float* add = w.tile + r * w.value_stride;
+      float* x = sums + r * w.value_stride;
+      for (int d = 0; d < w.value_stride; d += kLanes) {
+        const vf v = vf_fma(vf_load(w.value_offset + d), mass, vf_load(x + d));
+        vf_store(x + d, vf_fma(vf_mul(vf_load(add + d), unit), vf_load(w.value_scale + d), v));
+      }
+    }
+  }
+}
+
+template <class C>
+static void add_codes(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t b,
+                      int64_t h, int64_t offset, int n, const uint8_t* ahead) {
+  float* sums = value.signs ? w.turned : w.acc;
+  const Pass pass{value_block(a, value, codes, offset),  C::kBytes,   value_tile(value, a.value_dim),
+                  round_up(a.value_dim, 16) / 16, (n + 1) / 2, ahead, value.table};
+  if (value.scale_kind == QKV_SCALE_GROUP) return add_grouped<C>(a, w, value, pass, b, h, offset, n, sums);
+  if (value.scale_kind == QKV_SCALE_CHANNEL) return add_by_channel<C>(a, w, value, pass, b, h, offset, n, sums);
+  dot_rows<C>(pass, w.rows, chosen<C>(w.p16, w.prob), kBlock, w.tile, w.value_stride);
+  for (int r = 0; r < w.rows; ++r)
+    add_row(sums + r * w.value_stride, w.tile + r * w.value_stride, w.value_stride, w.factor[r], 0.0f);
+}
+
+static void add_values(const QkvAttend& a, Workspace& w, const QkvPlane& value, const uint8_t* codes, int64_t b,
+                       int64_t h, int64_t offset, int n, const uint8_t* ahead) {
+  const int64_t row = offset * a.value_dim;
+  switch (value.format) {
+    case QKV_INT8: return add_codes<Int8Codec>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_E4M3: return add_codes<Fp8Codec<7>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_E5M2: return add_codes<Fp8Codec<8>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_INT2: return add_codes<IntCodec<2>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_INT3: return add_codes<IntCodec<3>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_INT4: return add_codes<IntCodec<4>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_INT5: return add_codes<IntCodec<5>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_INT6: return add_codes<IntCodec<6>>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_LUT4: return add_codes<Lut4Codec>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_LUT8: return add_codes<Lut8Codec>(a, w, value, codes, b, h, offset, n, ahead);
+    case QKV_F32:
+      return values_float<QKV_F32>(codes + row * 4, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
+    case QKV_BF16:
+      return values_float<QKV_BF16>(codes + row * 2, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
+    default:
+      return values_float<QKV_F16>(codes + row * 2, n, a.value_dim, w.prob, kBlock, w.rows, w.acc, w.value_stride);
   }
 }
 
@@ -335,25 +556,26 @@ static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int
                   const uint8_t* ahead) {
   const int64_t offset = span.offset;
   const int n = span.n;
-  const bool packed = is_packed(region.key.format), value_packed = is_packed(region.value.format);
+  const bool key_scaled = scaled_outside(region.key), value_scaled = scaled_outside(region.value);
+  const bool packed = is_packed(region.key.format);
   const uint8_t* value_codes = plane_codes(region.value, b, h);
-  raw_scores(a, w, region.key, plane_codes(region.key, b, h), offset, n, value_block(a, value_codes, offset));
-  if (packed) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
-  w.odd_values = value_packed &&
+  raw_scores(a, w, region.key, plane_codes(region.key, b, h), b, h, offset, n,
+             value_block(a, region.value, value_codes, offset));
+  if (key_scaled) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
+  w.odd_values = value_scaled &&
                  !load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
+  const bool rounded = whole_number_format(region.value.format) && region.value.scale_kind != QKV_SCALE_GROUP;
   for (int64_t g = 0; g < a.group; ++g) {
     for (int64_t i = 0; i < a.q_len; ++i) {
       const int r = static_cast<int>(g * a.q_len + i);
       const int64_t head = h * a.group + g;
       const float scale = a.softmax_scale * kLog2e;
-      const float unit = scale * (region.key.format == QKV_INT8 ? w.q_unit[r] : 1.0f);
-      const float bias =
-          a.packed_bias ? scale * a.packed_bias[(b * a.kv_heads * a.group + head) * a.q_len + i] : 0.0f;
-      const float peak = scale_scores(a, w, r, packed, unit, bias, b, head, i, span);
-      weigh(w, r, n, peak, region.value.format == QKV_INT8, !value_packed);
+      const float unit = scale * (key_scaled && whole_number_format(region.key.format) ? w.q_unit[r] : 1.0f);
+      const float peak = scale_scores(a, w, r, key_scaled, unit, packed ? scale * w.bias[r] : 0.0f, b, head, i, span);
+      weigh(w, r, n, peak, rounded, value_scaled);
     }
   }
-  add_values(a, w, region.value, value_codes, offset, n, ahead);
+  add_values(a, w, region.value, value_codes, b, h, offset, n, ahead);
 }
 
 // The state of all rows of one batch row and kv head after some of its blocks, to be merged with that of the others:
@@ -435,12 +657,18 @@ static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t 
     const int64_t to = last - index < blocks ? last - index : blocks;
     for (int64_t j = from; j < to; ++j) {
       const uint8_t* ahead = plane_codes(region.key, b, h);
-      if (j + 1 < blocks) ahead = key_block(a, ahead, first_token(region) + (j + 1) * kBlock);
+      if (j + 1 < blocks) ahead = key_block(a, region.key, ahead, first_token(region) + (j + 1) * kBlock);
       else if (k + 1 < a.n_regions) ahead = plane_codes(a.regions[k + 1].key, b, h);
       block(a, w, region, b, h, block_span(region, j, column, kv_len), ahead);
     }
     index += blocks;
     column += region.length;
+  }
+  if (!w.value_plane) return;
+  for (int r = 0; r < w.rows; ++r) {
+    float* turned = w.turned + r * w.value_stride;
+    restore_row(*w.value_plane, h, turned, static_cast<int>(a.value_dim));
+    add_row(w.acc + r * w.value_stride, turned, w.value_stride, 1.0f, 0.0f);
   }
 }
 

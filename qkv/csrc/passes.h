@@ -35,16 +35,17 @@ static inline bool is_packed(int32_t format) { return format >= QKV_INT8; }
 // Meanwhile as many bytes from `ahead` on as are read here come closer: what the next pass is going to read.
 template <class C, int NR, int G>
 static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n, const uint8_t* ahead,
-                             const typename C::Mult* mult, int64_t mult_stride, float* out, int64_t out_stride) {
+                             const float* table, const typename C::Mult* mult, int64_t mult_stride, float* out,
+                             int64_t out_stride) {
   constexpr int N = C::kVecs;
   typename C::Vec acc[NR * G * N];
   for (int k = 0; k < NR * G * N; ++k) acc[k] = C::zero();
   for (int i = 0; i < n; ++i) {
-    for (int at = 0; at < 32 * G; at += 64) prefetch(ahead + at);
-    ahead += 32 * G;
+    for (int at = 0; at < C::kBytes * G; at += 64) prefetch(ahead + at);
+    ahead += C::kBytes * G;
     for (int g = 0; g < G; ++g) {
       typename C::Vec v[N];
-      C::load(base + g * group_stride, v);
+      C::load(base + g * group_stride, v, table);
       for (int r = 0; r < NR; ++r) {
         const typename C::Pair m = C::pair(mult + r * mult_stride);
         for (int k = 0; k < N; ++k) acc[(r * G + g) * N + k] = C::mac(acc[(r * G + g) * N + k], v[k], m);
@@ -63,6 +64,7 @@ struct Pass {
   int64_t group_stride, step;
   int groups, n;
   const uint8_t* ahead;
+  const float* table;
 };
 
 // All groups for NR rows: whole sets of G, then one by one.
@@ -72,11 +74,11 @@ static inline void dot_groups(const Pass& p, const typename C::Mult* mult, int64
   constexpr int G = C::groups(NR);
   int g = 0;
   for (; g + G <= p.groups; g += G)
-    dot_pairs<C, NR, G>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * 32 * p.n, mult,
-                        mult_stride, out + g * 16, out_stride);
+    dot_pairs<C, NR, G>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * C::kBytes * p.n,
+                        p.table, mult, mult_stride, out + g * 16, out_stride);
   for (; g < p.groups; ++g)
-    dot_pairs<C, NR, 1>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * 32 * p.n, mult,
-                        mult_stride, out + g * 16, out_stride);
+    dot_pairs<C, NR, 1>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * C::kBytes * p.n,
+                        p.table, mult, mult_stride, out + g * 16, out_stride);
 }
 
 template <class C>

@@ -43,7 +43,10 @@ static inline vf vf_load_f16(const uint16_t* p) {
 static inline float f16_to_f32(uint16_t h) { return _cvtsh_ss(h); }
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
+#include "unpack_avx2.h"
+
 struct Int8Codec {
+  static constexpr int kBytes = 32;
   using Mult = int16_t;
   using Vec = __m256i;  // of codes, widened to int16, and of accumulators, int32
   using Pair = __m256i;
@@ -53,7 +56,7 @@ struct Int8Codec {
   static constexpr int rows_at_once(int rows) { return rows == 4 ? 2 : rows < 3 ? rows : 3; }
   static constexpr int groups(int rows) { return rows == 1 ? 2 : 1; }
   static inline Vec zero() { return _mm256_setzero_si256(); }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     v[0] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     v[1] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
   }
@@ -69,8 +72,19 @@ struct Int8Codec {
   }
 };
 
+template <int kBits>
+struct IntCodec : Int8Codec {
+  static constexpr int kBytes = 4 * kBits;
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
+    const __m256i codes = load_codes<kBits>(p);
+    v[0] = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(codes));
+    v[1] = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(codes, 1));
+  }
+};
+
 template <int kShift>
 struct Fp8Codec {
+  static constexpr int kBytes = 32;
   using Mult = float;
   using Vec = __m256;
   using Pair = __m256;
@@ -80,7 +94,7 @@ struct Fp8Codec {
   static constexpr int rows_at_once(int rows) { return rows == 4 ? 2 : rows < 3 ? rows : 3; }
   static constexpr int groups(int) { return 1; }
   static inline Vec zero() { return _mm256_setzero_ps(); }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     for (int k = 0; k < 2; ++k) {
       __m256i h = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * k)));
       h = _mm256_slli_epi16(h, kShift);
@@ -101,6 +115,30 @@ struct Fp8Codec {
       // hadd works within 128-bit halves: its result is in the order 0 1 4 5 2 3 6 7 of the pairs.
       const __m256d h = _mm256_castps_pd(_mm256_hadd_ps(a[k], a[k + 1]));
       _mm256_storeu_ps(out + 4 * k, _mm256_castpd_ps(_mm256_permute4x64_pd(h, 0xd8)));
+    }
+  }
+};
+
+struct Lut4Codec : Fp8Codec<8> {
+  static constexpr int kBytes = 16;
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    alignas(32) uint8_t codes[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(codes), load_codes<4>(p));
+    const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    for (int k = 0; k < 4; ++k) {
+      const __m256i i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * k)));
+      // Bit 3 of the code, in the sign's place, says which half.
+      v[k] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                              _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+  }
+};
+
+struct Lut8Codec : Fp8Codec<8> {
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    for (int k = 0; k < 4; ++k) {
+      const __m256i i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * k)));
+      v[k] = _mm256_i32gather_ps(table, i, 4);
     }
   }
 };

@@ -32,7 +32,10 @@ static inline float f16_to_f32(uint16_t h) {
 }
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
+#include "unpack_avx2.h"
+
 struct Int8Codec {
+  static constexpr int kBytes = 32;
   using Mult = int16_t;
   using Vec = __m512i;
   using Pair = __m512i;
@@ -41,7 +44,7 @@ struct Int8Codec {
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int rows) { return rows <= 2 ? 4 : 2; }
   static inline Vec zero() { return _mm512_setzero_si512(); }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     v[0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static inline Pair pair(const Mult* m) {
@@ -53,8 +56,15 @@ struct Int8Codec {
   static inline void finish(const Vec* a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(a[0])); }
 };
 
+template <int kBits>
+struct IntCodec : Int8Codec {
+  static constexpr int kBytes = 4 * kBits;
+  static inline void load(const uint8_t* p, Vec* v, const float*) { v[0] = _mm512_cvtepu8_epi16(load_codes<kBits>(p)); }
+};
+
 template <int kShift>
 struct Fp8Codec {
+  static constexpr int kBytes = 32;
   using Mult = float;
   using Vec = __m512;
   using Pair = __m512;
@@ -63,7 +73,7 @@ struct Fp8Codec {
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
   static inline Vec zero() { return _mm512_setzero_ps(); }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     __m512i h = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     h = _mm512_slli_epi16(h, kShift);
     // The sign was extended into the top exponent bit; e4m3 never uses that bit.
@@ -82,5 +92,24 @@ struct Fp8Codec {
     const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     _mm512_storeu_ps(out,
                      _mm512_add_ps(_mm512_permutex2var_ps(a[0], even, a[1]), _mm512_permutex2var_ps(a[0], odd, a[1])));
+  }
+};
+
+struct Lut4Codec : Fp8Codec<8> {
+  static constexpr int kBytes = 16;
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    const __m256i codes = load_codes<4>(p);
+    const __m512 values = _mm512_loadu_ps(table);
+    v[0] = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(codes)), values);
+    v[1] = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(codes, 1)), values);
+  }
+};
+
+struct Lut8Codec : Fp8Codec<8> {
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    for (int k = 0; k < 2; ++k) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * k));
+      v[k] = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(codes), table, 4);
+    }
   }
 };

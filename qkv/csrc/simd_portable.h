@@ -115,8 +115,9 @@ static inline void prefetch(const void*) {}
 // A codec multiplies 16 pairs of stored codes by one pair of multipliers and adds them up, pair by pair:
 // acc[j] += code[2j] * m[0] + code[2j + 1] * m[1], j = 0..15. kVecs vectors hold the codes, widened, of 16 pairs, and as
 // many their accumulators; `finish` turns those into 16 floats. A stored code is worth kUnit times what the codec makes
-// of it.
+// of it. A unit of 32 codes is kBytes bytes; code books have a table.
 struct Int8Codec {
+  static constexpr int kBytes = 32;
   using Mult = int16_t;
   struct Vec {
     int32_t x[32];  // codes; an accumulator uses the first 16
@@ -129,7 +130,7 @@ struct Int8Codec {
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int) { return 1; }
   static inline Vec zero() { return Vec{}; }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     for (int i = 0; i < 32; ++i) v->x[i] = static_cast<int8_t>(p[i]);
   }
   static inline Pair pair(const Mult* m) { return {m[0], m[1]}; }
@@ -142,9 +143,18 @@ struct Int8Codec {
   }
 };
 
+template <int kBits>
+struct IntCodec : Int8Codec {
+  static constexpr int kBytes = 4 * kBits;
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
+    for (int i = 0; i < 32; ++i) v->x[i] = get_code<kBits>(p, i);
+  }
+};
+
 // Float8: kShift places the byte into a half-precision number whose value is the code's divided by kUnit.
 template <int kShift>
 struct Fp8Codec {
+  static constexpr int kBytes = 32;
   using Mult = float;
   struct Vec {
     float x[32];
@@ -164,7 +174,7 @@ struct Fp8Codec {
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int) { return 1; }
   static inline Vec zero() { return Vec{}; }
-  static inline void load(const uint8_t* p, Vec* v) {
+  static inline void load(const uint8_t* p, Vec* v, const float*) {
     static const Table table;
     for (int i = 0; i < 32; ++i) v->x[i] = table.value[p[i]];
   }
@@ -174,5 +184,18 @@ struct Fp8Codec {
     return a;
   }
   static inline void finish(const Vec* a, float* out) { std::memcpy(out, a->x, 16 * sizeof(float)); }
+};
+
+struct Lut4Codec : Fp8Codec<8> {
+  static constexpr int kBytes = 16;
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    for (int i = 0; i < 32; ++i) v->x[i] = table[get_code<4>(p, i)];
+  }
+};
+
+struct Lut8Codec : Fp8Codec<8> {
+  static inline void load(const uint8_t* p, Vec* v, const float* table) {
+    for (int i = 0; i < 32; ++i) v->x[i] = table[p[i]];
+  }
 };
 #undef QKV_LANES

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from qkv.formats.affine import AFFINE, AFFINE_ROTATED
 from qkv.formats.base import Format
+from qkv.formats.codebook import CODE_BOOKS
 from qkv.formats.fp8 import Fp8E4M3, Fp8E5M2
 from qkv.formats.int8 import Int8
+from qkv.formats.layout import PARTS
+from qkv.formats.mx import BLOCK_FORMATS
 
 __all__ = ["Format", "formats", "get_format", "register"]
 
@@ -32,23 +36,43 @@ def register(kind: type[Format]) -> type[Format]:
     missing = [key for key in ("bits", "code_dtype", "largest") if not hasattr(kind, key)]
     if missing:
         raise ValueError(f"format {name!r} needs the attribute {missing[0]!r}")
-    if kind.bits != 8 or kind.code_dtype.itemsize != 1:
+    if kind.code_dtype.itemsize != 1 or not (kind.bits == 8 or (kind.bits in PARTS and kind.code_dtype == torch.uint8)):
+        widths = ", ".join(map(str, PARTS))
         raise ValueError(
-            f"format {name!r}: codes are stored in one byte each, so bits must be 8 and code_dtype a type of one byte; "
-            f"they are {kind.bits} and {kind.code_dtype}"
+            f"format {name!r}: codes are stored in 8 bits, code_dtype a type of one byte, or in {widths} bits, code_dtype "
+            f"torch.uint8; they are {kind.bits} bits of {kind.code_dtype}"
         )
     made = kind()
-    ends = made.round(torch.tensor([-made.largest, 0.0, made.largest]))
-    if ends.dtype != kind.code_dtype or ends.float().tolist() != [-made.largest, 0.0, made.largest]:
-        raise ValueError(
-            f"format {name!r}: round() must give codes of type {kind.code_dtype} that stand for themselves; "
-            f"{-made.largest}, 0 and {made.largest} became {ends.float().tolist()} of type {ends.dtype}"
-        )
+    _check_codes(made)
     _table[name] = made
     return kind
 
 
-for _kind in (Int8, Fp8E4M3, Fp8E5M2):
+def _check_codes(made: Format) -> None:
+    """Raises ValueError unless a format's codes fit into its bits, and decode to about what was encoded."""
+    name = made.name
+    if made.code_dtype == torch.uint8:
+        sample = torch.linspace(-1.0, 1.0, 33).repeat(2, 1)
+        scale, offset = made.choose(sample)
+        codes = made.encode(sample, scale, offset)
+        if codes.dtype != torch.uint8 or int(codes.max()) >= 1 << made.bits:
+            raise ValueError(
+                f"format {name!r}: encode() must give codes of type torch.uint8 below {1 << made.bits}; they are "
+                f"{codes.dtype}, up to {codes.max()}"
+            )
+        error = (made.decode(codes, scale, torch.float32, offset) - sample).abs().max().item()
+        if not error <= 1.0:
+            raise ValueError(f"format {name!r}: numbers within -1 .. 1 came back {error:.3g} away from what they were")
+        return
+    ends = made.round(torch.tensor([-made.largest, 0.0, made.largest]))
+    if ends.dtype != made.code_dtype or ends.float().tolist() != [-made.largest, 0.0, made.largest]:
+        raise ValueError(
+            f"format {name!r}: round() must give codes of type {made.code_dtype} that stand for themselves; "
+            f"{-made.largest}, 0 and {made.largest} became {ends.float().tolist()} of type {ends.dtype}"
+        )
+
+
+for _kind in (Int8, Fp8E4M3, Fp8E5M2, *AFFINE, *AFFINE_ROTATED, *CODE_BOOKS, *BLOCK_FORMATS):
     register(_kind)
 
 

@@ -23,21 +23,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 
-# The smallest normal number of bfloat16 and float32. A vector of zeros or subnormal numbers gets this scale.
-SMALLEST_SCALE = 2.0**-126
+from qkv.formats.scale_types import BFLOAT16, SMALLEST_SCALE, ScaleType, round_up_to_bfloat16
+
+__all__ = ["SMALLEST_SCALE", "Format", "round_up_to_bfloat16", "saturating"]
+
 _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
-
-
-def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """The smallest bfloat16 that is not below ``x`` (float32, finite, not negative); NaN stays NaN."""
-    bits = x.contiguous().view(torch.int32)
-    up = (((bits + 0xFFFF) >> 16) << 16).view(torch.float32)
-    # A NaN of one pattern, whichever way torch converts.
-    return torch.where(x.isnan(), torch.nan, up.to(torch.bfloat16))
 
 
 def saturating(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -53,17 +49,31 @@ def _round_down_to_bfloat16(x: float) -> float:
 
 
 class Format(ABC):
-    """A number format of one-byte codes, symmetric around zero: ``x ~ code * scale``.
+    """A number format. As it stands here it has one-byte codes, symmetric around zero: ``x ~ code * scale``.
 
-    A new format is a subclass in a file of its own and a row in the table of ``formats/__init__.py``.
+    A new format is a subclass in a file of its own and a row in the table of ``formats/__init__.py``. One that is like
+    this one overrides :meth:`round`; one of another kind :meth:`choose`, :meth:`encode` and :meth:`decode`.
+
+    A format knows nothing of granularities. It sees vectors, the last dimension of what it is given, and each of them
+    has a scale: the channels of a token, a group of them, or one channel of several tokens.
 
     Attributes:
         name: the name that users give.
         bits: bits of one code.
-        code_dtype: torch type of the codes.
+        code_dtype: torch type of the codes; uint8 with numbers ``0 .. 2**bits - 1`` where there are less than 8 bits.
         largest: the largest magnitude of a code.
         native_id: the format's number in ``csrc/abi.h``, or None when the compiled kernels do not know it.
+        native_encode: whether the compiled codec encodes as :meth:`encode` does; else that one is used.
+        table: for a code book, the number that each code stands for; the compiled kernels read it.
         granularities: the granularities that it can be used with, the default first.
+        group_sizes: the default group sizes by granularity.
+        block: channels that share a scale where the format itself says so; None: any group size that fits.
+        scale_type: how a scale is stored (per head: float32).
+        offset: None, or how an offset is stored: ``zero_point`` (a whole number of steps, one byte), ``bfloat16``, or
+            ``middle`` (the codes lie around zero; nothing is stored).
+        clip: the part of a vector's range that codes cover; numbers outside of it saturate.
+        rotated: whether vectors are rotated before they are encoded, see ``transform.py``.
+        equalized: whether keys are equalized before they are encoded unless told otherwise, see ``equalizer.py``.
     """
 
     name: ClassVar[str]
@@ -71,15 +81,29 @@ class Format(ABC):
     code_dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
     native_id: ClassVar[int | None] = None
-    granularities: ClassVar[tuple[str, ...]] = ("token", "head")
+    native_encode: ClassVar[bool] = True
+    table: ClassVar[tuple[float, ...] | None] = None
+    granularities: ClassVar[tuple[str, ...]] = ("token", "head", "group", "channel")
+    group_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({"group": 32, "channel": 32})
+    block: ClassVar[int | None] = None
+    scale_type: ClassVar[ScaleType] = BFLOAT16
+    offset: ClassVar[str | None] = None
+    clip: ClassVar[float] = 1.0
+    rotated: ClassVar[bool] = False
+    equalized: ClassVar[bool] = False
+
+    @property
+    def offset_dtype(self) -> torch.dtype | None:
+        """Torch type of a stored offset, or None."""
+        return {"zero_point": torch.int8, "bfloat16": torch.bfloat16}.get(self.offset or "")
 
     @property
     def largest_scale(self) -> float:
         """The largest scale that is chosen: every code of it decodes to a finite bfloat16."""
-        return _round_down_to_bfloat16(_LARGEST_BFLOAT16 / self.largest)
+        return min(self.scale_type.largest, _round_down_to_bfloat16(_LARGEST_BFLOAT16 / self.largest))
 
     def magnitude(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of each vector: float32 ``[..., tokens]`` of ``x [..., tokens, head_dim]``.
+        """The largest magnitude of each vector: float32 ``[...]`` of ``x [..., n]``.
 
         NaN where the vector holds a NaN or an infinity.
         """
@@ -87,22 +111,33 @@ class Format(ABC):
         return torch.where(top.isfinite(), top, torch.nan)
 
     def choose_scale(self, x: torch.Tensor) -> torch.Tensor:
-        """One scale per vector: bfloat16 ``[..., tokens]`` for ``x [..., tokens, head_dim]`` of any float type."""
-        scale = torch.clamp(self.magnitude(x) / self.largest, SMALLEST_SCALE, self.largest_scale)  # clamp keeps NaN
-        return round_up_to_bfloat16(scale)
+        """One scale per vector, as it is stored: ``[...]`` for ``x [..., n]`` of any float type."""
+        smallest = max(SMALLEST_SCALE, self.scale_type.smallest)
+        scale = torch.clamp(self.magnitude(x) / self.largest, smallest, self.largest_scale)  # clamp keeps NaN
+        return self.scale_type.store(scale)
 
-    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Codes of ``x [..., tokens, head_dim]`` under ``scale`` (broadcast against ``[..., tokens]``), saturating.
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and offset of each vector, as they are stored: ``[...]`` each for ``x [..., n]``; no offset: None."""
+        return self.choose_scale(x), None
 
-        Where the scale is NaN the codes are 0.
+    def load_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Stored scales as float32; float32 (a scale per head) is itself."""
+        return scale if scale.dtype == torch.float32 else self.scale_type.load(scale)
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
+        """Codes of ``x [..., n]`` under a stored ``scale [...]`` (broadcast) and offset, saturating.
+
+        Where the scale is NaN the codes are those of zeros.
         """
-        wide = scale.float().unsqueeze(-1)
+        wide = self.load_scale(scale).unsqueeze(-1)
         scaled = torch.clamp(x.float() / wide, -self.largest, self.largest)
         return self.round(torch.where(wide.isnan(), 0.0, scaled))
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Numbers of type ``dtype`` for ``codes [..., tokens, head_dim]`` and ``scale [..., tokens]``."""
-        return saturating(codes.float() * scale.float().unsqueeze(-1), dtype)
+    def decode(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Numbers of type ``dtype`` for ``codes [..., n]``, stored ``scale [...]`` and offset."""
+        return saturating(codes.float() * self.load_scale(scale).unsqueeze(-1), dtype)
 
     @abstractmethod
     def round(self, scaled: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ class Int8(Format):
     code_dtype = torch.int8
     largest = 127.0
     native_id = 3
+    equalized = True
 
     def round(self, scaled: torch.Tensor) -> torch.Tensor:
         return torch.round(scaled).to(torch.int8)
