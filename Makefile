@@ -75,7 +75,7 @@ $(VENV)/stamp-model: $(VENV)/stamp-package
 	@touch $@
 
 $(VENV)/stamp-dev: $(VENV)/stamp-package
-	$(INSTALL) --editable '.[demo,dev,eval]'
+	$(INSTALL) --editable '.[demo,dev,eval,bnb]'
 	@touch $@
 
 # A second real model, with sliding windows, for tests alone (240 MB). Without it they skip, and say so.

@@ -17,6 +17,7 @@ from qkv.config import CacheConfig
 from qkv.formats import formats
 from qkv.formats import register as register_format
 from qkv.native import SlowPathWarning
+from qkv.presets import presets
 
 if TYPE_CHECKING:
     from qkv.cache import QKVCache
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats", "register_format"]
+__all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats", "presets", "register_format"]
 
 # What needs transformers comes on first use: it takes seconds to import, and `qkv --help` need not wait for it.
 _LATE = {"QKVCache": "qkv.cache", "disable": "qkv.hf", "enable": "qkv.hf"}

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from qkv.presets import PRESETS
+
 GRANULARITIES = ("token", "head", "group", "channel", "tensor")
 PREFILLS = ("stored", "exact")
 BACKENDS = ("auto", "cpu", "reference")
@@ -201,7 +203,7 @@ class CacheConfig:
 
     @classmethod
     def of(cls, what: str | Path | CacheConfig) -> CacheConfig:
-        """A configuration from what users pass: a format name, the path of a YAML file, or a configuration.
+        """A configuration from what users pass: a format, a preset, the path of a YAML file, or a configuration.
 
         Raises:
             ValueError: neither of these.
@@ -211,5 +213,7 @@ class CacheConfig:
         if isinstance(what, Path) or (isinstance(what, str) and what.endswith((".yaml", ".yml"))):
             return cls.from_yaml(what)
         if isinstance(what, str):
-            return cls(format=what)
-        raise ValueError(f"format must be a format name, a YAML path or a CacheConfig, not {type(what).__name__}")
+            return cls.from_dict(PRESETS[what]) if what in PRESETS else cls(format=what)
+        raise ValueError(
+            f"format must be the name of a format or preset, a YAML path or a CacheConfig, not {type(what).__name__}"
+        )

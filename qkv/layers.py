@@ -53,9 +53,7 @@ class QKVLayer(CacheLayerMixin):
         key_centre: torch.Tensor | None = None,
         key_multiplier: torch.Tensor | None = None,
     ):
-        self.store = LayerStore(
-            config, key_scale, value_scale, self.is_sliding, capacity, key_centre, key_multiplier
-        )
+        self.store = LayerStore(config, key_scale, value_scale, self.is_sliding, capacity, key_centre, key_multiplier)
         self.capacity = capacity
         self.is_compileable = capacity is not None
         self.handle = graph.new_handle(self) if capacity is not None else None

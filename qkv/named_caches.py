@@ -2,7 +2,7 @@
 
 | name | cache |
 | --- | --- |
-| a name from ``qkv.formats()`` | ``QKVCache`` of that format |
+| a name from ``qkv.formats()`` or ``qkv.presets()`` | ``QKVCache`` of that format or set-up |
 | a path ending in .yaml or .yml | ``QKVCache`` of that set-up |
 | ``package.module:function`` | what that function, of yours, makes for a model's configuration |
 | ``dynamic`` | transformers' ``DynamicCache``: nothing is quantized |
@@ -78,7 +78,7 @@ def cache_names() -> tuple[str, ...]:
     """Returns the names that ``named_cache`` knows; the path of a YAML file serves as well."""
     import qkv
 
-    return (UNQUANTIZED, *qkv.formats(), *_TRANSFORMERS)
+    return (UNQUANTIZED, *qkv.formats(), *qkv.presets(), *_TRANSFORMERS)
 
 
 def named_cache(name: str) -> NamedCache:
@@ -147,7 +147,7 @@ def _from_qkv(name: str) -> NamedCache:
             raise ValueError(f"there is no set-up file {name!r}")
         setup = qkv.CacheConfig.from_yaml(name)
         label = Path(name).stem
-    elif name in qkv.formats():
+    elif name in qkv.formats() or name in qkv.presets():
         setup, label = name, name
     else:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from qkv import native
 from qkv.formats.base import Format, saturating
 from qkv.formats.layout import Layout, layout_for
+from qkv.native import Plane as NativePlane
 from qkv.transform import Transform, rotation_block
 
 # Channels that the kernels can tell apart: a unit of packed values.
@@ -255,7 +256,7 @@ class Plane:
             self._native = self._native_plane()
         return self._native
 
-    def _native_plane(self) -> native.Plane:
+    def _native_plane(self) -> NativePlane:
         result = native.Plane()
         codes = self.codes
         size = codes.element_size()
@@ -269,11 +270,15 @@ class Plane:
         result.scale = self.scale.data_ptr()
         result.scale_stride[:] = [self.scale.stride(0), self.scale.stride(1)]
         result.scale_kind = native.SCALE_KINDS[self.scaling.granularity]
-        result.scale_type = native.SCALE_F32 if result.scale_kind == native.SCALE_HEAD else self.format.scale_type.native_id
+        result.scale_type = (
+            native.SCALE_F32 if result.scale_kind == native.SCALE_HEAD else self.format.scale_type.native_id
+        )
         result.group = self.scaling.group
         if result.scale_kind in (native.SCALE_GROUP, native.SCALE_CHANNEL):
             result.group_stride = self.scale.stride(2)
-        elif result.scale_kind == native.SCALE_TOKEN and (self.format.offset or self.format.scale_type.name != "bfloat16"):
+        elif result.scale_kind == native.SCALE_TOKEN and (
+            self.format.offset or self.format.scale_type.name != "bfloat16"
+        ):
             result.scale_kind, result.group = native.SCALE_GROUP, self.dim  # one group: all channels
         result.offset_type = native.OFFSETS[self.format.offset]
         result.cut = (1.0 - self.format.clip) / 2.0
@@ -348,7 +353,7 @@ class Plane:
             self.offset = function(self.offset).contiguous()
 
     def shrink(self, tokens: int) -> None:
-        """Gives the room behind the first ``tokens`` tokens back (keys keep whole tiles of 16, channels whole groups)."""
+        """Gives the room behind the first ``tokens`` tokens back (keys keep tiles of 16, channels their groups)."""
         self._native = None
         if self.scaling is not None:
             tokens = -(-tokens // self.scaling.tokens) * self.scaling.tokens

@@ -177,7 +177,7 @@ class LayerStore:
             return None
         config = self.config
         wanted = getattr(config, f"{side}_granularity") or config.granularity
-        wanted = wanted or ("head" if scale is not None else format.granularities[0])
+        wanted = wanted or ("head" if scale is not None else self._default_granularity(side, format))
         if wanted not in format.granularities:
             allowed = ", ".join(format.granularities)
             raise ValueError(f"format {format.name!r} has no granularity {wanted!r}; use one of {allowed}")
@@ -189,13 +189,19 @@ class LayerStore:
             other = "value" if side == "key" else "key"
             used = getattr(config, f"{other}_granularity") or config.granularity
             other_format = get_format(getattr(config, f"{other}_format") or config.format)
-            used = used or (other_format.granularities[0] if other_format is not None else None)
+            used = used or (self._default_granularity(other, other_format) if other_format is not None else None)
             if getattr(config, f"{side}_group_size") is not None or used not in ("group", "channel"):
                 raise ValueError(f"group_size goes with granularity 'group' or 'channel', not {wanted!r}; leave it out")
         if wanted == "channel" and size is not None and size not in CHANNEL_GROUPS:
             allowed = ", ".join(map(str, CHANNEL_GROUPS))
-            raise ValueError(f"with granularity 'channel', group_size is a number of tokens, one of {allowed}; not {size}")
+            raise ValueError(
+                f"with granularity 'channel', group_size is a number of tokens, one of {allowed}; not {size}"
+            )
         return wanted
+
+    @staticmethod
+    def _default_granularity(side: str, format: Format) -> str:
+        return (format.key_granularity if side == "key" else None) or format.granularities[0]
 
     def _group_size(self, side: str) -> int | None:
         own: int | None = getattr(self.config, f"{side}_group_size")
@@ -218,8 +224,10 @@ class LayerStore:
             return False
         wanted = self.config.equalize
         if wanted is None:
-            # Scales that were given without vectors are those of keys as they are. A scale per channel needs none.
-            by_default = self.key_format.equalized and key_scale is None and self.key_granularity != "channel"
+            # Scales that were given without vectors are those of keys as they are. A scale per channel of keys that are
+            # not rotated needs none.
+            alone = self.key_granularity == "channel" and not self.key_format.rotated
+            by_default = self.key_format.equalized and key_scale is None and not alone
             return given or by_default
         if given and not wanted:
             raise ValueError("the scales bring vectors for equalizing keys, but equalize is false")
@@ -447,7 +455,11 @@ class LayerStore:
         for format, dim, *vectors in sides:
             signs = rotation_signs(dim, self.device) if format is not None and format.rotated else None
             held = [None if x is None else x.to(self.device, torch.float32).contiguous() for x in vectors]
-            made.append(Transform(signs, *held) if format is not None and (signs is not None or any(x is not None for x in held)) else None)
+            made.append(
+                Transform(signs, *held)
+                if format is not None and (signs is not None or any(x is not None for x in held))
+                else None
+            )
         self._transforms = (made[0], made[1])
 
     def _set_one_token(self) -> None:
@@ -520,7 +532,9 @@ class LayerStore:
     def _fix_vectors(self, keys: torch.Tensor) -> None:
         """Takes the vectors for equalizing keys from the first tokens."""
         if self._equalizes and self._vectors == (None, None):
-            self._set_transforms(*equalizing_vectors(self._first_tokens(keys, 0, EQUALIZER_TOKENS)))
+            assert self.key_format is not None
+            first = self._first_tokens(keys, 0, EQUALIZER_TOKENS)
+            self._set_transforms(*equalizing_vectors(first, self.key_format.equalizing_power))
 
     def _fix_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes scales from the first tokens."""

@@ -1,22 +1,41 @@
 """A slow, obvious implementation of formats, storage and attention, to hold the fast one against.
 
 Nothing of qkv is imported. Numbers are float64 (numpy); loops are plain. Where the definition itself speaks of a
-float32 operation (choosing a scale, dividing or multiplying by it), that one operation is rounded to float32.
+float32 operation (choosing a scale, dividing or multiplying by it, the additions of a rotation), that one operation is
+rounded to float32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2")
+SYMMETRIC = ("int8", "fp8_e4m3", "fp8_e5m2")
+AFFINE_BITS = {f"int{bits}{rotated}": bits for rotated in ("", "_rot") for bits in (2, 3, 4, 5, 6)}
+FORMATS = (*SYMMETRIC, *AFFINE_BITS)
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 SMALLEST_SCALE = 2.0**-126
 LARGEST_BFLOAT16 = (2.0 - 2.0**-7) * 2.0**127
 WARM_UP = 64
 HEAD_ROOM = 1.25
+EQUALIZER_TOKENS = 128
+EQUALIZER_POWER = 0.7
+
+# Codes and decoded numbers of one vector: what a format is, elsewhere defined.
+Codec = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def rotated(format: str | None) -> bool:
+    """Whether vectors are rotated before they are encoded."""
+    return format is not None and format.endswith("_rot")
+
+
+def default_granularity(format: str) -> str:
+    """What shares a scale unless it is said."""
+    return "group" if format in AFFINE_BITS else "token"
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -37,6 +56,15 @@ def bfloat16_down(x: float) -> float:
     return math.floor(x / bfloat16_step(x)) * bfloat16_step(x) if x else 0.0
 
 
+# The scales of one byte: 2**-20 .. 3584, 8 of them in each octave.
+UE5M3 = [2.0 ** (code // 8 - 20) * (1 + code % 8 / 8) for code in range(255)]
+
+
+def ue5m3_up(x: float) -> float:
+    """The smallest scale of one byte that is not below ``x``, which lies among them."""
+    return next(value for value in UE5M3 if value >= x)
+
+
 def fp8_values(format: str) -> list[float]:
     """The numbers of the codes 0 .. 127, up to the largest finite one, as the OCP specification defines them."""
     mantissa_bits, bias = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}[format]
@@ -51,6 +79,9 @@ def fp8_values(format: str) -> list[float]:
 
 
 _FP8 = {name: fp8_values(name) for name in ("fp8_e4m3", "fp8_e5m2")}
+
+
+# ---- formats that are symmetric around zero ------------------------------------------------------------------------
 
 
 def largest_scale(format: str) -> float:
@@ -102,6 +133,111 @@ def decode(codes: np.ndarray, scale: float, format: str) -> np.ndarray:
     return (code_values(codes, format) * scale).astype(np.float32).astype(np.float64)
 
 
+# ---- formats with a scale and a zero point -------------------------------------------------------------------------
+
+
+def affine_scale(row: np.ndarray, bits: int) -> tuple[float, int]:
+    """Scale and zero point of one vector; NaN and 0 where it is not finite.
+
+    The codes ``0 .. levels`` reach from the lowest to the highest number, and the lowest one lies within 127 steps of
+    zero.
+    """
+    if not np.isfinite(row).all():
+        return math.nan, 0
+    levels = np.float32(2**bits - 1)
+    low, high = (np.float32(min(max(x, -(2.0**126)), 2.0**126)) for x in (row.min(), row.max()))
+    needed = max((high - low) / levels, abs(low) / np.float32(127))
+    scale = ue5m3_up(min(max(float(needed), UE5M3[0]), UE5M3[-1]))
+    return scale, int(np.clip(np.rint(low / np.float32(scale)), -127, 127))
+
+
+def affine_encode(row: np.ndarray, scale: float, zero_point: int, bits: int) -> np.ndarray:
+    """The codes of one vector, saturating; zeros where the scale is NaN."""
+    if math.isnan(scale):
+        return np.zeros(len(row), dtype=np.uint8)
+    with np.errstate(over="ignore"):
+        steps = np.rint(row.astype(np.float32) / np.float32(scale)).astype(np.float64)
+    return np.clip(steps - zero_point, 0, 2**bits - 1).astype(np.uint8)
+
+
+def affine_decode(codes: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
+    """The numbers of one vector of codes."""
+    return (codes.astype(np.float64) + zero_point) * scale
+
+
+def stored_vector(row: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and decoded numbers of one vector that has a scale of its own."""
+    if format in AFFINE_BITS:
+        bits = AFFINE_BITS[format]
+        scale, zero_point = affine_scale(row, bits)
+        codes = affine_encode(row, scale, zero_point, bits)
+        return codes, affine_decode(codes, scale, zero_point)
+    scale = token_scale(row, format)
+    codes = encode(row, scale, format)
+    return codes, decode(codes, scale, format)
+
+
+# ---- what vectors go through before --------------------------------------------------------------------------------
+
+
+def rotation_block(dim: int) -> int:
+    """Channels that are rotated together: the largest power of two that divides ``dim``."""
+    return next(2**k for k in range(dim.bit_length(), -1, -1) if dim % 2**k == 0)
+
+
+def rotation_signs(dim: int) -> np.ndarray:
+    """A sign for each channel: the lowest bit of the finaliser of splitmix64, of multiples of its constant."""
+    mask = 2**64 - 1
+    signs = []
+    for i in range(1, dim + 1):
+        x = i * 0x9E3779B97F4A7C15 & mask
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        signs.append(1.0 if (x ^ (x >> 31)) % 2 == 1 else -1.0)
+    return np.array(signs)
+
+
+def hadamard_matrix(block: int) -> np.ndarray:
+    """The orthogonal Hadamard matrix in Sylvester's order: entry i, j has the sign of the common bits of i and j."""
+    return np.array([[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]) * block**-0.5
+
+
+def rotation_matrix(dim: int) -> np.ndarray:
+    """The rotation of ``dim`` channels: signs, then a Hadamard matrix for each block."""
+    block = rotation_block(dim)
+    return np.kron(np.eye(dim // block), hadamard_matrix(block)) * rotation_signs(dim)
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """``x [..., dim]`` times the Hadamard matrix of each block, in additions of pairs, each rounded to float32."""
+    dim = x.shape[-1]
+    x, width = x.astype(np.float32), 1
+    with np.errstate(all="ignore"):
+        while width < rotation_block(dim):
+            pairs = x.reshape(*x.shape[:-1], -1, 2, width)
+            sums, differences = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
+            x, width = np.stack([sums, differences], axis=-2).reshape(x.shape), 2 * width
+        return x * np.float32(rotation_block(dim) ** -0.5)
+
+
+def equalizing_vectors(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centre and multiplier, float32 ``[heads, dim]``, of keys ``[batch, heads, tokens, dim]``; see equalizer.py."""
+    heads, dim = keys.shape[1], keys.shape[3]
+    centre, multiplier = np.zeros((2, heads, dim), dtype=np.float32)
+    for h in range(heads):
+        distances = []
+        for d in range(dim):
+            x = keys[:, h, :, d]
+            x = x[np.isfinite(x)]
+            centre[h, d] = math.fsum(x) / max(len(x), 1)
+            distances.append(max((abs(v - float(centre[h, d])) for v in x), default=0.0))
+        top = max(distances)
+        logs = [math.log(max(d, top * 2.0**-12)) if top > 0 else 0.0 for d in distances]
+        mean = math.fsum(logs) / dim
+        multiplier[h] = [math.exp(EQUALIZER_POWER * (x - mean)) for x in logs]
+    return centre, multiplier
+
+
 # ---- what is stored ------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +247,6 @@ class Token:
 
     exact: tuple[np.ndarray, np.ndarray]  # each [batch, heads, dim]
     stored: tuple[np.ndarray, np.ndarray] | None = None
-    scales: tuple[np.ndarray, np.ndarray] | None = None  # each [batch, heads]
     codes: tuple[np.ndarray, np.ndarray] | None = None
     grown: list[np.ndarray | None] = field(default_factory=list)  # scales per head once this token was encoded
 
@@ -125,22 +260,55 @@ class Store:
 
     Args:
         formats: of keys and of values; None: unquantized.
-        granularities: ``token`` or ``head``, of keys and of values.
+        granularities: ``token``, ``head``, ``group`` or ``channel``, of keys and of values; None: the format's own.
         residual, sink: tokens at the end and at the beginning that stay exact.
         given: scales per head, or None.
+        groups: channels or tokens that share a scale, of keys and of values; None: 32, or what fits.
+        equalize: whether keys are equalized; None: those of int8 are, unless scales are per channel or given.
+        vectors: given centre and multiplier of keys, ``[heads, dim]``, or None.
+        codecs: formats that are not defined here.
     """
 
     def __init__(
         self,
         formats: tuple[str | None, str | None],
-        granularities: tuple[str, str] = ("token", "token"),
+        granularities: tuple[str | None, str | None] = (None, None),
         residual: int = 0,
         sink: int = 0,
         given: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+        groups: tuple[int | None, int | None] = (None, None),
+        equalize: bool | None = None,
+        vectors: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+        codecs: Mapping[str, Codec] | None = None,
     ):
-        self.formats, self.granularities, self.residual, self.sink = formats, granularities, residual, sink
-        self.given = given
+        self.formats, self.residual, self.sink, self.given, self.groups = formats, residual, sink, given, groups
+        self.granularities = tuple(
+            g or ("token" if f is None else "head" if s is not None else default_granularity(f))
+            for f, g, s in zip(formats, granularities, given, strict=True)
+        )
+        self.given_vectors, self.codecs = vectors, codecs or {}
+        if equalize is None:
+            equalize = formats[0] == "int8" and self.granularities[0] != "channel" and given[0] is None
+        has_vectors = any(x is not None for x in vectors)
+        self.equalize = formats[0] is not None and (equalize or has_vectors)
+        self.takes_vectors = self.equalize and not has_vectors
+        self.vectors = vectors
+        # Tokens that are encoded together, and the position where the next of them begin.
+        self.together = math.lcm(*(self._size(side) if self._per_channel(side) else 1 for side in (0, 1)))
+        self.edge = sink
         self.tokens: list[Token] = []
+
+    def _per_channel(self, side: int) -> bool:
+        return self.formats[side] is not None and self.granularities[side] == "channel"
+
+    def _size(self, side: int, dim: int | None = None) -> int:
+        """Tokens in a group (channel), or channels (group) of ``dim``."""
+        size = self.groups[side]
+        if size is None:
+            size = 32
+            if dim is not None:
+                size = next((n for n in (32, 16) if dim % n == 0), dim)
+        return size
 
     def warms_up(self) -> bool:
         return any(
@@ -148,64 +316,118 @@ class Store:
             for f, g, s in zip(self.formats, self.granularities, self.given, strict=True)
         )
 
+    def warm(self) -> int:
+        """Tokens that have to have come before anything is encoded."""
+        if self.takes_vectors:
+            return self.sink + EQUALIZER_TOKENS
+        return self.sink + WARM_UP if self.warms_up() else 0
+
     def append(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Adds one token, ``[batch, heads, dim]`` each."""
         self.tokens.append(Token((keys, values)))
-        begun = any(t.codes is not None for t in self.tokens)
-        if self.warms_up() and not begun and len(self.tokens) < self.sink + WARM_UP:
+        if self.edge == self.sink and len(self.tokens) < self.warm():
             return
-        for position in range(self.sink, len(self.tokens) - self.residual):
-            if self.tokens[position].codes is None:
-                self._encode(position)
+        while self.edge + self.together <= len(self.tokens) - self.residual:
+            if self.edge == self.sink and self.takes_vectors:
+                self.vectors = equalizing_vectors(self._first(0, EQUALIZER_TOKENS))
+            self._encode(self.edge, self.edge + self.together)
+            self.edge += self.together
 
-    def _encode(self, position: int) -> None:
-        token = self.tokens[position]
-        stored, scales, codes, grown = [], [], [], []
+    def _first(self, side: int, count: int) -> np.ndarray:
+        """The first tokens after the sinks, ``[batch, heads, tokens, dim]``."""
+        return np.stack([t.exact[side] for t in self.tokens[self.sink : self.sink + count]], axis=2)
+
+    def _encode(self, start: int, end: int) -> None:
+        tokens = self.tokens[start:end]
+        stored, codes, grown = [], [], []
         for side in (0, 1):
-            row, format = token.exact[side], self.formats[side]
-            scale, current = self._scales(side, position)
-            out, bytes_ = row.copy(), np.zeros(row.shape, dtype=np.uint8)
+            exact, format = np.stack([t.exact[side] for t in tokens], axis=2), self.formats[side]
+            bytes_, out, current = np.zeros(exact.shape, dtype=np.uint8), exact, None
             if format is not None:
-                for b in range(row.shape[0]):
-                    for h in range(row.shape[1]):
-                        bytes_[b, h] = encode(row[b, h], scale[b, h], format)
-                        out[b, h] = decode(bytes_[b, h], scale[b, h], format)
+                rows, out = self._forward(side, exact), np.zeros(exact.shape)
+                if self.granularities[side] == "head":
+                    scale, current = self._head_scales(side, start, rows)
+                    for index in np.ndindex(rows.shape[:3]):
+                        bytes_[index] = encode(rows[index], scale[index[:2]], format)
+                        out[index] = decode(bytes_[index], scale[index[:2]], format)
+                else:
+                    for index in self._vectors(side, rows.shape):
+                        bytes_[index], out[index] = self._stored(rows[index], format)
+                out = self._back(side, out)
             stored.append(out)
-            scales.append(scale)
             codes.append(bytes_)
             grown.append(current)
-        token.stored, token.scales, token.codes = tuple(stored), tuple(scales), tuple(codes)
-        token.grown = grown
+        for i, token in enumerate(tokens):
+            token.stored, token.codes = (tuple(x[:, :, i] for x in pair) for pair in (stored, codes))
+            token.grown = grown
 
-    def _scales(self, side: int, position: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The scales ``[batch, heads]`` of a token, and those that later tokens start from."""
-        format, row = self.formats[side], self.tokens[position].exact[side]
-        batch, heads = row.shape[:2]
-        scale = np.ones((batch, heads))
-        if format is None:
-            return scale, None
-        if self.granularities[side] == "token":
-            for b in range(batch):
-                for h in range(heads):
-                    scale[b, h] = token_scale(row[b, h], format)
-            return scale, None
+    def _vectors(self, side: int, shape: tuple[int, ...]) -> list[tuple[int | slice, ...]]:
+        """Where the numbers are that share a scale, in rows ``[batch, heads, tokens, dim]``."""
+        batch, heads, tokens, dim = shape
+        granularity = self.granularities[side]
+        if granularity == "token":
+            inside = [(t, slice(None)) for t in range(tokens)]
+        elif granularity == "group":
+            size = self._size(side, dim)
+            inside = [(t, slice(d, d + size)) for t in range(tokens) for d in range(0, dim, size)]
+        else:
+            size = self._size(side)
+            inside = [(slice(t, t + size), d) for t in range(0, tokens, size) for d in range(dim)]
+        return [(b, h, *place) for b in range(batch) for h in range(heads) for place in inside]
+
+    def _stored(self, vector: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.codecs[format](vector) if format in self.codecs else stored_vector(vector, format)
+
+    def _forward(self, side: int, rows: np.ndarray) -> np.ndarray:
+        """Rows ``[batch, heads, tokens, dim]`` as they are encoded: centred, divided, rotated."""
+        centre, multiplier = self.vectors if side == 0 else (None, None)
+        with np.errstate(all="ignore"):
+            x = rows.astype(np.float32)
+            if centre is not None:
+                x = x - centre.astype(np.float32)[:, None]
+            if multiplier is not None:
+                x = x / multiplier.astype(np.float32)[:, None]
+            if rotated(self.formats[side]):
+                x = hadamard(x * rotation_signs(x.shape[-1]).astype(np.float32))
+        return x.astype(np.float64)
+
+    def _back(self, side: int, rows: np.ndarray) -> np.ndarray:
+        """What :meth:`_forward` turned into ``rows``."""
+        centre, multiplier = self.vectors if side == 0 else (None, None)
+        with np.errstate(all="ignore"):
+            x = rows.astype(np.float32)
+            if rotated(self.formats[side]):
+                x = hadamard(x) * rotation_signs(x.shape[-1]).astype(np.float32)
+            if multiplier is not None:
+                x = x * multiplier.astype(np.float32)[:, None]
+            if centre is not None:
+                x = x + centre.astype(np.float32)[:, None]
+        return x.astype(np.float64)
+
+    def _head_scales(self, side: int, start: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales per head ``[batch, heads]`` of tokens that are encoded together, and those that later ones start from.
+
+        Args:
+            start: position of the first of them.
+            rows: ``[batch, heads, tokens, dim]``, as they are encoded.
+        """
+        format, (batch, heads) = self.formats[side], rows.shape[:2]
         if self.given[side] is not None:
             current = np.broadcast_to(self.given[side], (batch, heads)).astype(np.float64)
-        elif position == self.sink:
-            first = self.tokens[self.sink : self.sink + WARM_UP]
+        elif start == self.sink:
+            first = self._forward(side, self._first(side, WARM_UP))
             current = np.zeros((batch, heads))
-            for t in first:
-                for b in range(batch):
-                    for h in range(heads):
-                        if np.isfinite(t.exact[side][b, h]).all():
-                            current[b, h] = max(current[b, h], np.abs(t.exact[side][b, h]).max())
+            for b, h, t in np.ndindex(first.shape[:3]):
+                if np.isfinite(first[b, h, t]).all():
+                    current[b, h] = max(current[b, h], np.abs(first[b, h, t]).max())
             current = head_scale(current, format)
         else:
-            current = self.tokens[position - 1].grown[side].copy()
+            current = self.tokens[start - 1].grown[side].copy()
+        scale = np.ones((batch, heads))
         for b in range(batch):
             for h in range(heads):
-                finite = np.isfinite(row[b, h]).all()
-                top = np.abs(row[b, h]).max() if finite else 0.0
+                finite = np.isfinite(rows[b, h]).all()
+                top = np.abs(rows[b, h]).max() if finite else 0.0
                 limit = np.float32(current[b, h]) * np.float32(LARGEST[format])
                 if self.given[side] is None and top > limit:
                     current[b, h] = head_scale(np.array(top), format)
@@ -213,14 +435,18 @@ class Store:
         return scale, current
 
     def crop(self, length: int) -> None:
+        """Forgets tokens behind; what is left of tokens that were encoded together stays encoded."""
         self.tokens = self.tokens[:length]
+        self.edge = max(self.sink, min(self.edge, len(self.tokens)))
+        if self.edge == self.sink and self.takes_vectors:
+            self.vectors = (None, None)
 
     def map_batch(self, rows: list[int]) -> None:
         """Keeps, repeats or rearranges batch rows."""
         for t in self.tokens:
             t.exact = tuple(x[rows] for x in t.exact)
             if t.codes is not None:
-                t.stored, t.scales, t.codes = (tuple(x[rows] for x in pair) for pair in (t.stored, t.scales, t.codes))
+                t.stored, t.codes = (tuple(x[rows] for x in pair) for pair in (t.stored, t.codes))
                 t.grown = [None if x is None else x[rows] for x in t.grown]
 
     def now(self) -> tuple[np.ndarray, np.ndarray]:
@@ -232,17 +458,6 @@ def head_scale(magnitude: np.ndarray, format: str) -> np.ndarray:
     """The scale per head, float32, for tokens up to that magnitude."""
     needed = magnitude.astype(np.float32) * np.float32(HEAD_ROOM / LARGEST[format])
     return np.clip(needed.astype(np.float64), SMALLEST_SCALE, largest_scale(format))
-
-
-def stored_tokens(x: np.ndarray, format: str | None) -> np.ndarray:
-    """``x [batch, heads, tokens, dim]`` encoded with a scale per token and decoded."""
-    if format is None:
-        return x
-    out = np.empty_like(x)
-    for index in np.ndindex(x.shape[:3]):
-        scale = token_scale(x[index], format)
-        out[index] = decode(encode(x[index], scale, format), scale, format)
-    return out
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------

@@ -2,19 +2,27 @@
 
 How much a result may be off, unless a test says otherwise, as root mean square over the output:
 
-* Kernel, and decoding followed by torch in float32: a twentieth of the error that quantization itself makes, which is
-  that of exact attention over the stored numbers against exact attention over the given ones. Where nothing is
-  quantized: twice the error of plain float32 attention, and eight units in the last place for when that was lucky.
-* Decoding followed by torch in bfloat16 and float16: twice the error of plain attention in that type, likewise.
+* Where nothing is quantized, and for decoding followed by torch: twice the error of plain attention in float32 (or in
+  bfloat16 and float16), and eight units in the last place for when that was lucky.
+* Kernel over 8 bits: a twentieth of the error that quantization itself makes, on top of that. The error of quantization
+  is that of exact attention over the stored numbers against exact attention over the given ones.
+* Kernel over fewer bits: what it rounds (the query and the weights, to 16 bits) does not depend on the bits of the codes,
+  while the error of quantization doubles with every bit less. So it is a twentieth of ``2**(bits - 8)`` of it. Codes with
+  a zero point do not lie around zero, and meet that rounding three times as large: three times as much.
 * In bfloat16 and float16 the rounding of the output comes on top, which nobody can avoid.
+
+On hard data, made to break it, a twentieth of the error of quantization, whatever the bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +33,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import INSTRUCTION_SETS, each_instruction_set, needs_kernels, using
+from setups import GROUP_TOKENS, SETUPS, fits, format_of
 
 from qkv import native
 from qkv.attention import attention, choose, dense, reference
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
+from qkv.equalizer import equalizing_vectors
 from qkv.formats import formats, get_format, register
 from qkv.head_scale import WARM_UP_TOKENS
 from qkv.storage import LayerStore, Run
 from qkv.view import KVView
 
-QUANTIZED = [name for name in formats() if name != "none"]
-each_format = pytest.mark.parametrize("name", QUANTIZED)
+QUANTIZED = [name for name in SETUPS if name != "none"]
+each_setup = pytest.mark.parametrize("name", SETUPS)
+each_quantized_setup = pytest.mark.parametrize("name", QUANTIZED)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Instruction sets of the kernel, and the backends that need none.
 BACKENDS = [*INSTRUCTION_SETS, "dense", "reference"]
@@ -68,11 +79,24 @@ SHAPES = [
     Shape(2, 1, 4, 7, 33, 256, 256),
     Shape(1, 1, 2, 2, 40, 7, 19),
     Shape(1, 1, 1, 1, 20, 1, 1),
+    Shape(2, 1, 5, 1, 31, 24, 24),
+    Shape(1, 2, 2, 5, 32, 32, 96),
     Shape(1, 1, 71, 8, 33, 64, 64),  # one kv head for all, as in Falcon
     Shape(1, 2, 3, 20, 60, 64, 64),  # a prompt behind other tokens
     Shape(2, 1, 2, 30, 30, 16, 24),  # a whole prompt
     Shape(1, 1, 1, 600, 700, 8, 8),  # longer than a piece
 ]
+# Head sizes that every format has, and groups of tokens that end in the middle of a block.
+USUAL = [Shape(2, 2, 3, 1, 97, 64, 64), Shape(1, 1, 7, 6, 300, 96, 32), Shape(1, 2, 2, 4, 257, 128, 64)]
+# Three of everything: a format of 8 bits, one with zero points, rotated or not, a code book.
+SOME = [
+    {"format": "int8", "equalize": False},
+    {"format": "int8", "granularity": "head", "equalize": True},
+    {"format": "fp8_e4m3", "value_format": "int4_rot"},
+    {"format": "int4", "key_granularity": "channel", "key_group_size": GROUP_TOKENS, "value_format": "int3_rot"},
+    {"format": "nf4", "key_format": "int5_rot", "equalize": True},
+]
+each_of_some = pytest.mark.parametrize("options", SOME, ids=lambda o: " ".join(map(str, o.values())))
 
 
 class Data(NamedTuple):
@@ -94,11 +118,23 @@ def random_data(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0)
     )
 
 
+def store_for(data: Data, config: CacheConfig) -> LayerStore:
+    """An empty store; where keys are to be equalized the vectors are given, so that it begins with the first token."""
+    if not config.equalize:
+        return LayerStore(config)
+    centre, multiplier = equalizing_vectors(data.keys)
+    return LayerStore(config, key_centre=centre, key_multiplier=multiplier)
+
+
 def view_of(data: Data, config: CacheConfig) -> KVView:
     """A view of a store of the keys and values, without exact copies for early queries."""
-    store = LayerStore(config)
+    store = store_for(data, config)
     store.append(data.keys, data.values)
     return KVView(store)
+
+
+def config_of(name: str, **more: Any) -> CacheConfig:
+    return CacheConfig(**{**SETUPS[name], **more})
 
 
 def f64(x: torch.Tensor | None) -> np.ndarray | None:
@@ -152,87 +188,142 @@ def plain(data: Data, dtype: torch.dtype, **how: Any) -> np.ndarray:
     return (weights.nan_to_num(0.0).to(dtype) @ values).transpose(1, 2).double().numpy()
 
 
+class Wanted:
+    """What attention over a view is to give, and how much a backend may be off."""
+
+    def __init__(self, data: Data, view: KVView, hard: bool = False, **how: Any):
+        self.data, self.view, self.how, self.hard = data, view, how, hard
+        self.stored = Data(data.query, *view.decode(torch.float64))
+        self.exact = exact(*self.stored, **how)
+        self.quantization = rms(self.exact - exact(*data, **how))
+
+    def allowed(self, backend: str, dtype: torch.dtype) -> float:
+        if backend == "reference":
+            # Double precision throughout: 1e-12 for another order of summation.
+            return 1e-12 * float(np.abs(self.exact).max(initial=1.0))
+        plain_type = dtype if backend == "dense" else torch.float32
+        floor = 2 * rms(plain(self.stored, plain_type, **self.how) - self.exact)
+        floor += 2.0**-20 * float(np.abs(self.exact).max(initial=0.0))
+        return floor if backend == "dense" else floor + self.quantization * self.part()
+
+    def part(self) -> float:
+        """Of the error of quantization, that a kernel may make."""
+        store = self.view.store
+        used = [format for format in (store.key_format, store.value_format) if format is not None]
+        if self.hard or not used:
+            return 1 / 20
+        return min(2.0 ** (f.bits - 8) for f in used) / 20 * (3 if any(f.offset for f in used) else 1)
+
+    def check(self, backend: str, out: torch.Tensor | None = None) -> None:
+        """The backend's result is as near to the oracle's as the top of this file says."""
+        if out is None:
+            out = run(backend, self.data.query, self.view, **self.how)
+        assert out.dtype == self.data.query.dtype
+        assert out.is_contiguous()
+        assert out.shape == self.exact.shape
+        error = rms(f64(out) - self.exact)
+        rounding = rms(f64(torch.from_numpy(self.exact).to(out.dtype)) - self.exact)
+        if backend in INSTRUCTION_SETS and self.data.query.shape[2] > MAX_QUERIES:
+            backend = "dense"  # which served
+        allowed = rounding * (1 + 1e-6) + self.allowed(backend, out.dtype)
+        assert error <= allowed, (
+            f"{backend}: off by {error:.3g}, not {allowed:.3g}; quantization {self.quantization:.3g}"
+        )
+
+
 def assert_close(backend: str, data: Data, view: KVView, **how: Any) -> None:
-    """The backend's result is as near to the oracle's as the top of this file says."""
-    out = run(backend, data.query, view, **how)
-    assert out.dtype == data.query.dtype
-    assert out.is_contiguous()
-    stored = Data(data.query, *view.decode(torch.float64))
-    wanted, unquantized = exact(*stored, **how), exact(*data, **how)
-    assert out.shape == wanted.shape
-    error = rms(f64(out) - wanted)
-    rounding = rms(f64(torch.from_numpy(wanted).to(out.dtype)) - wanted)
-    if backend in INSTRUCTION_SETS and data.query.shape[2] > MAX_QUERIES:
-        backend = "dense"  # which served
-    if backend == "reference":
-        # Double precision throughout: only the rounding of the output, and 1e-12 for another order of summation.
-        assert error <= rounding * (1 + 1e-6) + 1e-12 * np.abs(wanted).max(initial=1.0)
-        return
-    plain_type = out.dtype if backend == "dense" else torch.float32
-    allowed = 2 * rms(plain(stored, plain_type, **how) - wanted) + 2.0**-20 * np.abs(wanted).max(initial=0.0)
-    quantization = rms(wanted - unquantized)
-    if quantization > 0 and plain_type == torch.float32:
-        allowed = quantization / 20
-    assert error <= allowed + rounding
+    Wanted(data, view, **how).check(backend)
+
+
+def assert_all_close(data: Data, view: KVView, **how: Any) -> None:
+    """As :class:`Wanted`, of all backends."""
+    wanted = Wanted(data, view, **how)
+    for backend in BACKENDS:
+        wanted.check(backend)
 
 
 # ---- formats, types, shapes ----------------------------------------------------------------------------------------
 
 
-@each_backend
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
-def test_backends_equal_the_oracle_for_every_format_and_shape(backend: str, shape: Shape) -> None:
-    for seed, name in enumerate(formats()):
-        data = random_data(shape, seed=seed)
-        assert_close(backend, data, view_of(data, CacheConfig(name)))
+@each_setup
+def test_backends_equal_the_oracle_for_every_format_and_shape(name: str) -> None:
+    for seed, shape in enumerate(SHAPES):
+        if fits(SETUPS[name], shape.key_dim, shape.value_dim):
+            data = random_data(shape, seed=seed)
+            assert_all_close(data, view_of(data, config_of(name)))
 
 
-@each_backend
-@each_dtype
-@pytest.mark.parametrize("name", formats())
-@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[8], SHAPES[14]], ids=lambda s: "-".join(map(str, s)))
-def test_backends_equal_the_oracle_in_every_type(backend: str, dtype: torch.dtype, name: str, shape: Shape) -> None:
-    data = random_data(shape, dtype)
-    assert_close(backend, data, view_of(data, CacheConfig(name)))
+@each_setup
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_backends_equal_the_oracle_in_every_type(dtype: torch.dtype, name: str) -> None:
+    for shape in USUAL:
+        data = random_data(shape, dtype)
+        assert_all_close(data, view_of(data, config_of(name)))
 
 
-@each_backend
-@pytest.mark.parametrize("key", formats())
-@pytest.mark.parametrize("value", formats())
-def test_keys_and_values_may_have_different_formats(backend: str, key: str, value: str) -> None:
-    data = random_data(Shape(2, 2, 3, 2, 70, 24, 40))
-    assert_close(backend, data, view_of(data, CacheConfig("int8", key_format=key, value_format=value)))
+# Every setup once for the keys and once for the values, by chance together.
+PAIRS = list(zip(SETUPS, random.Random(1).sample(list(SETUPS), len(SETUPS)), strict=True))
 
 
-@each_backend
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-@pytest.mark.parametrize("granularity", ["token", "head"])
-@pytest.mark.parametrize(("sink", "residual"), [(0, 0), (4, 0), (0, 30), (5, 33)], ids=str)
-def test_sinks_packed_segments_and_the_residual_window_share_one_softmax(
-    backend: str, name: str, granularity: str, sink: int, residual: int
-) -> None:
-    data = random_data(Shape(2, 2, 3, 1, 600, 24, 40))
+def mixed(key: str, value: str, **more: Any) -> CacheConfig:
+    """Keys as one setup says, values as another."""
+    keys, values = SETUPS[key], SETUPS[value]
+    return CacheConfig(
+        "none",
+        key_format=keys["format"],
+        value_format=values["format"],
+        key_granularity=keys.get("granularity"),
+        value_granularity=values.get("granularity"),
+        key_group_size=keys.get("group_size"),
+        value_group_size=values.get("group_size"),
+        equalize=keys.get("equalize"),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), PAIRS, ids=" with ".join)
+def test_keys_and_values_may_have_different_formats(key: str, value: str) -> None:
+    data = random_data(Shape(2, 2, 3, 2, 70, 64, 32))
+    assert_all_close(data, view_of(data, mixed(key, value)))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3_rot", "nf4"])
+@pytest.mark.parametrize("granularity", ["group", "channel"])
+def test_groups_of_every_size_are_read(name: str, granularity: str, size: int) -> None:
+    for shape in (Shape(1, 1, 3, 2, 257, 128, 128), Shape(2, 1, 1, 1, 1000, 128, 256)):
+        data = random_data(shape)
+        assert_all_close(
+            data, view_of(data, CacheConfig(name, granularity=granularity, group_size=size, equalize=False))
+        )
+
+
+@each_quantized_setup
+def test_sinks_packed_segments_and_the_residual_window_share_one_softmax(name: str) -> None:
+    """Of what is not exact the sums may be of rotated values: they are rotated back, and the exact ones are not."""
+    data = random_data(Shape(2, 2, 3, 1, 600, 32, 64))
     data.keys[:, :, 400] *= 3  # starts a segment of its own with a scale per head
-    config = CacheConfig(name, granularity=granularity, sink_tokens=sink, residual_length=residual)
-    view = view_of(data, config)
-    assert len(view.runs()) >= 3
-    assert_close(backend, data, view)
+    for sink, residual in ((0, 0), (4, 0), (0, 30), (5, 33)):
+        view = view_of(data, config_of(name, sink_tokens=sink, residual_length=residual))
+        assert len(view.runs()) >= 3
+        assert_all_close(data, view)
 
 
 def test_queries_of_another_type_than_the_cache_are_served() -> None:
     for cache_type in (torch.float32, torch.bfloat16, torch.float16):
         for query_type in (torch.float32, torch.bfloat16, torch.float16):
-            data = random_data(Shape(1, 2, 2, 2, 50), cache_type)
-            data = data._replace(query=data.query.to(query_type))
-            view = view_of(data, CacheConfig("int8", residual_length=9))
-            for backend in INSTRUCTION_SETS:
-                assert_close(backend, data, view)
+            for options in SOME:
+                data = random_data(Shape(1, 2, 2, 2, 80), cache_type)
+                data = data._replace(query=data.query.to(query_type))
+                view = view_of(data, CacheConfig(**options, residual_length=9))
+                for backend in INSTRUCTION_SETS:
+                    assert_close(backend, data, view)
 
 
 @each_instruction_set
 def test_strided_queries_are_served(isa: str) -> None:
     data = random_data(Shape(2, 2, 3, 4, 50))
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     expected = run(isa, data.query, view)
     transposed = data.query.transpose(1, 2).contiguous().transpose(1, 2)
     sliced = torch.cat([data.query, data.query], dim=3)[..., :16]
@@ -242,65 +333,95 @@ def test_strided_queries_are_served(isa: str) -> None:
         assert torch.equal(run(isa, query, view), expected)
 
 
-@each_instruction_set
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("dim", [64, 256, 516, 517, 1000, 2048])
-def test_no_sum_of_products_overflows(isa: str, name: str, dim: int) -> None:
+@each_quantized_setup
+def test_no_sum_of_products_overflows(name: str) -> None:
     """All numbers the largest of their vector, so that all products are as large as they can be."""
-    signs = torch.tensor([1.0, -1.0]).repeat(dim // 2 + 1)[:dim]
-    tokens = torch.full((1, 1, 300, dim), 0.7) * signs
-    query = torch.cat([signs, -signs]).view(1, 2, 1, dim)
-    view = view_of(Data(query, tokens, tokens), CacheConfig(name))
-    for scale in (dim**-0.5, 1e-4):
-        out = run(isa, query, view, softmax_scale=scale)
-        wanted = exact(query, *view.decode(torch.float64), softmax_scale=scale)
-        # Equal tokens have equal weights: what is left is the rounding of the weights to 16 bits.
-        np.testing.assert_allclose(f64(out), wanted, rtol=2.0**-14)
+    for dim in (64, 256, 516, 517, 1000, 2048):
+        if not fits(SETUPS[name], dim, dim):
+            continue
+        signs = torch.tensor([1.0, -1.0]).repeat(dim // 2 + 1)[:dim]
+        tokens = torch.full((1, 1, 300, dim), 0.7) * signs
+        tokens[:, :, 1::2] *= -1  # for those that share a scale over tokens
+        query = torch.cat([signs, -signs]).view(1, 2, 1, dim)
+        view = view_of(Data(query, tokens, tokens), config_of(name, equalize=False))
+        seen = (torch.arange(300) % 2 == 0).view(1, 1, 1, 300)
+        for isa, scale in itertools.product(INSTRUCTION_SETS, (dim**-0.5, 1e-4)):
+            out = run(isa, query, view, softmax_scale=scale, mask=seen)
+            wanted = exact(query, *view.decode(torch.float64), softmax_scale=scale, mask=seen)
+            # Equal tokens have equal weights: what is left is the rounding of the weights to 16 bits.
+            atol = float(np.abs(wanted).max()) * 2.0**-14
+            np.testing.assert_allclose(f64(out), wanted, rtol=0, atol=atol, err_msg=f"{isa} {dim}")
 
 
 @each_instruction_set
 def test_the_default_device_of_torch_does_not_matter(isa: str) -> None:
-    data = random_data(Shape(1, 2, 2, 3, 50))
-    view = view_of(data, CacheConfig("int8", residual_length=5))
-    expected = run(isa, data.query, view)
-    with torch.device("meta"):
-        out = run(isa, data.query, view)
-    assert torch.equal(out, expected)
+    for options in SOME:
+        data = random_data(Shape(1, 2, 2, 3, 50))
+        view = view_of(data, CacheConfig(**options, residual_length=5))
+        expected = run(isa, data.query, view)
+        with torch.device("meta"):
+            out = run(isa, data.query, view)
+        assert torch.equal(out, expected)
 
 
 @each_instruction_set
-@pytest.mark.parametrize("name", ["none", "int8", "fp8_e4m3"])
-def test_a_residual_window_that_rolls_is_read_where_it_is_now(isa: str, name: str) -> None:
+@pytest.mark.parametrize("options", [{"format": "none"}, *SOME], ids=lambda o: " ".join(map(str, o.values())))
+def test_a_residual_window_that_rolls_is_read_where_it_is_now(isa: str, options: dict[str, Any]) -> None:
     """Its first token lies anywhere in its memory; those in front of it have left."""
     data = random_data(Shape(1, 2, 2, 1, 150, 24, 32))
-    store = LayerStore(CacheConfig(name, residual_length=30))
+    store = store_for(data, CacheConfig(**options, residual_length=30))
     for t in range(150):
         store.append(data.keys[:, :, t : t + 1], data.values[:, :, t : t + 1])
         so_far = Data(data.query, data.keys[:, :, : t + 1], data.values[:, :, : t + 1])
-        assert_close(isa, so_far, KVView(store))
-        assert_close(isa, so_far, KVView(store), mask=(torch.arange(t + 1) > t - 50).view(1, 1, 1, -1))
+        # Only a window or a few tokens of each format: what quantization did to so few can be little by luck.
+        for mask in (None, (torch.arange(t + 1) > t - 50).view(1, 1, 1, -1)):
+            Wanted(so_far, KVView(store), hard=True, mask=mask).check(isa)
 
 
-@each_instruction_set
-@pytest.mark.parametrize("name", formats())
-@pytest.mark.parametrize("hidden", [1, 15, 16, 17, 100, 255, 256, 257, 299])
-def test_the_first_tokens_of_a_run_can_be_hidden(isa: str, name: str, hidden: int) -> None:
-    """As sliding windows need it: tokens leave in front without a copy, whatever the tile they are in."""
-    shape = Shape(2, 2, 3, 2, 300, 24, 10)
-    data = random_data(shape)
-    data.keys[:, :, hidden - 1], data.values[:, :, hidden - 1, 3] = float("nan"), float("inf")
-    config = CacheConfig(name, residual_length=10, sink_tokens=2)
-    seen = Data(data.query, data.keys[:, :, hidden:], data.values[:, :, hidden:])
-    for mask in (None, torch.rand(2, 1, 2, 300 - hidden) < 0.5, torch.randn(2, 6, 2, 300 - hidden)):
-        view = view_of(data, config)
-        runs, left = [], hidden
-        for whole in view.runs():
-            skip = min(left, whole.length)
-            left -= skip
-            if skip < whole.length:
-                runs.append(Run(whole.segment, whole.offset + skip, whole.length - skip))
-        view._runs, view.length = runs, 300 - hidden
-        assert_close(isa, seen, view, mask=mask)
+@each_setup
+def test_the_first_tokens_of_a_run_can_be_hidden(name: str) -> None:
+    """As sliding windows need it: tokens leave in front without a copy, whatever tile or group they are in."""
+    shape, sink = Shape(2, 2, 3, 2, 300, 32, 64), 2
+    chance = random.Random(name)
+    for hidden in chance.sample([1, 15, 16, 17, 27, 100, 255, 256, 257, 285], 5):
+        data = random_data(shape)
+        # A token that is not finite spoils all that have their scale from it: it is one of a group that is hidden whole.
+        together = GROUP_TOKENS if "channel" in name else 1
+        odd = (hidden - sink) // together * together + sink - 1 if hidden > sink else hidden - 1
+        if odd >= 0:
+            data.keys[:, :, odd], data.values[:, :, odd, 3] = float("nan"), float("inf")
+        seen = Data(data.query, data.keys[:, :, hidden:], data.values[:, :, hidden:])
+        for mask in (None, torch.rand(2, 1, 2, 300 - hidden) < 0.5, torch.randn(2, 6, 2, 300 - hidden)):
+            view = view_of(data, config_of(name, residual_length=10, sink_tokens=sink))
+            runs, left = [], hidden
+            for whole in view.runs():
+                skip = min(left, whole.length)
+                left -= skip
+                if skip < whole.length:
+                    runs.append(Run(whole.segment, whole.offset + skip, whole.length - skip))
+            view._runs, view.length = runs, 300 - hidden
+            wanted = Wanted(seen, view, hard=hidden > 280, mask=mask)  # few tokens are left of those that are not exact
+            for isa in INSTRUCTION_SETS:
+                wanted.check(isa)
+
+
+@each_quantized_setup
+def test_a_group_that_a_crop_has_cut_is_read_beside_the_next(name: str) -> None:
+    """Per channel the tokens that are left keep their codes, and the next group begins behind them."""
+    shape = Shape(2, 1, 3, 3, 200, 32, 64)
+    data, more = random_data(shape), random_data(shape, seed=1)
+    store = store_for(data, config_of(name, sink_tokens=1))
+    store.append(data.keys, data.values)
+    for length, n in ((150, 40), (171, 70), (70, 33)):
+        store.crop(length)
+        store.append(more.keys[:, :, :n], more.values[:, :, :n])
+    if "channel" in name and "head" not in name:
+        assert len(store.packed) > 1
+        assert any(segment.length % GROUP_TOKENS for segment in store.packed)
+    keys, values = (
+        torch.cat([x[:, :, :70], y[:, :, :33]], dim=2) for x, y in ((data.keys, more.keys), (data.values, more.values))
+    )
+    assert_all_close(Data(data.query, keys, values), KVView(store))
 
 
 # ---- masks, softcap, sinks, threads --------------------------------------------------------------------------------
@@ -334,8 +455,7 @@ def with_infinities(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
 
 
-@each_backend
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
     shape=st.builds(
@@ -343,43 +463,51 @@ def with_infinities(mask: torch.Tensor | None) -> torch.Tensor | None:
         batch=st.integers(1, 3),
         kv_heads=st.integers(1, 3),
         group=st.sampled_from([1, 2, 3, 5, 7, 8]),
-        q_len=st.integers(1, 9),
+        q_len=st.integers(1, MAX_QUERIES),
         kv_len=st.sampled_from([1, 2, 15, 16, 17, 31, 64, 100, 255, 256, 257, 300]),
         key_dim=st.sampled_from([1, 3, 8, 16, 33, 64]),
         value_dim=st.sampled_from([1, 5, 8, 16, 33, 64]),
     ),
-    name=st.sampled_from(list(formats())),
-    granularity=st.sampled_from(["token", "head"]),
+    key=st.sampled_from(list(SETUPS)),
+    value=st.sampled_from(list(SETUPS)),
+    group_size=st.sampled_from([16, 32, 64]),
     kind=st.sampled_from(["none", "left padding", "boolean", "additive", "lowest"]),
     softcap=st.sampled_from([None, 0.5, 3.0, 50.0]),
     sinks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_combination_of_shape_mask_softcap_and_sinks_equals_the_oracle(
-    backend: str,
+def test_any_combination_of_setups_shape_mask_softcap_and_sinks_equals_the_oracle(
     data: st.DataObject,
     shape: Shape,
-    name: str,
-    granularity: str,
+    key: str,
+    value: str,
+    group_size: int,
     kind: str,
     softcap: float | None,
     sinks: bool,
     seed: int,
 ) -> None:
     shape = shape._replace(q_len=min(shape.q_len, shape.kv_len))
-    if backend not in ("dense", "reference"):
-        shape = shape._replace(q_len=min(shape.q_len, MAX_QUERIES))
     heads = shape.kv_heads * shape.group
     # The error that quantization makes in a few channels can be small by luck: at least 32 are looked at.
     shape = shape._replace(batch=max(shape.batch, math.ceil(32 / (shape.kv_heads * shape.value_dim))))
+    if not fits(SETUPS[key], shape.key_dim, 64):
+        shape = shape._replace(key_dim=64)
+    if not fits(SETUPS[value], 64, shape.value_dim):
+        shape = shape._replace(value_dim=64)
     inputs = random_data(shape, seed=seed)
-    config = CacheConfig(
-        name,
-        granularity=granularity,
+    config = mixed(
+        key,
+        value,
         residual_length=data.draw(st.sampled_from([0, 0, 3, 40])),
         sink_tokens=data.draw(st.sampled_from([0, 0, 2])),
     )
-    view = view_of(inputs, config)
+    sizes = {
+        f"{side}_group_size": group_size
+        for side in ("key", "value")
+        if getattr(config, f"{side}_granularity") == "channel"
+    }
+    view = view_of(inputs, replace(config, **sizes))
     mask = some_mask(kind, shape, seed, torch.float32)
     logits = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if sinks else None
     how = {
@@ -389,46 +517,44 @@ def test_any_combination_of_shape_mask_softcap_and_sinks_equals_the_oracle(
         "softcap": softcap,
         "sinks": logits,
     }
-    assert_close(backend, inputs, view, **how)
-    out = run(backend, inputs.query, view, **{**how, "mask": mask})
-    wanted = exact(inputs.query, *view.decode(torch.float64), **how)
+    # Of a few tokens all may be exact but one: what quantization did to so few can be little by luck.
+    wanted = Wanted(inputs, view, hard=True, **how)
     # A row that sees nothing gives zeros, whatever says that it sees nothing; and nothing else does.
-    nothing = (wanted == 0).all(axis=-1)
-    assert bool((out[torch.from_numpy(nothing)] == 0).all())
-    assert torch.equal(out, run(backend, inputs.query, view, **how))
+    nothing = torch.from_numpy((wanted.exact == 0).all(axis=-1))
+    for backend in BACKENDS:
+        out = run(backend, inputs.query, view, **{**how, "mask": mask})
+        wanted.check(backend, out)
+        assert bool((out[nothing] == 0).all())
+        assert torch.equal(out, run(backend, inputs.query, view, **how))
 
 
 @each_backend
 @each_dtype
-@pytest.mark.parametrize("name", ["none", "int8", "fp8_e4m3"])
-@pytest.mark.parametrize("q_len", [1, 4, 12])
-def test_rows_that_see_nothing_give_zeros(backend: str, dtype: torch.dtype, name: str, q_len: int) -> None:
+@pytest.mark.parametrize("options", [{"format": "none"}, *SOME], ids=lambda o: " ".join(map(str, o.values())))
+def test_rows_that_see_nothing_give_zeros(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Case 15: a left-padded batch with grouped heads; the queries of the padding see nothing."""
-    data = random_data(Shape(3, 2, 3, q_len, 20), dtype)
-    view = view_of(data, CacheConfig(name, residual_length=2))
-    mask = torch.ones(3, 1, q_len, 20, dtype=torch.bool).tril(20 - q_len)
-    mask[0, :, :, :14] = False
-    mask[1] = False
-    mask[2, :, 0] = False
-    lowest = torch.zeros(mask.shape, dtype=dtype)
-    blind = ~mask.any(dim=-1)
-    assert bool(blind.any())
-    for how in (
-        mask,
-        lowest.masked_fill(~mask, -torch.inf),
-        lowest.masked_fill(~mask, torch.finfo(dtype).min),
-    ):
-        for sinks in (None, torch.zeros(6)):
-            out = run(backend, data.query, view, mask=how, sinks=sinks)
-            assert bool(out.isfinite().all())
-            for b, _, i in blind.nonzero().tolist():
-                assert not bool(out[b, i].any())
-            for b, _, i in (~blind).nonzero().tolist():
-                assert bool((out[b, i] != 0).all())
+    for q_len in (1, 4, 12):
+        data = random_data(Shape(3, 2, 3, q_len, 40), dtype)
+        view = view_of(data, CacheConfig(**options, residual_length=2))
+        mask = torch.ones(3, 1, q_len, 40, dtype=torch.bool).tril(40 - q_len)
+        mask[0, :, :, :34] = False
+        mask[1] = False
+        mask[2, :, 0] = False
+        lowest = torch.zeros(mask.shape, dtype=dtype)
+        blind = ~mask.any(dim=-1).transpose(1, 2).expand(3, q_len, 6)
+        assert bool(blind.any())
+        for how in (
+            mask,
+            lowest.masked_fill(~mask, -torch.inf),
+            lowest.masked_fill(~mask, torch.finfo(dtype).min),
+        ):
+            for sinks in (None, torch.zeros(6)):
+                out = run(backend, data.query, view, mask=how, sinks=sinks)
+                assert bool(out.isfinite().all())
+                assert bool((out[blind] == 0).all())
+                assert bool((out[~blind] != 0).any(dim=-1).all())
 
 
-@each_instruction_set
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -439,53 +565,59 @@ def test_rows_that_see_nothing_give_zeros(backend: str, dtype: torch.dtype, name
     ],
     ids=lambda s: "-".join(map(str, s)),
 )
+@each_of_some
 @pytest.mark.usefixtures("keep_threads")
-def test_the_number_of_threads_does_not_matter(isa: str, threads: int, shape: Shape) -> None:
-    torch.set_num_threads(threads)
+def test_the_number_of_threads_does_not_matter(options: dict[str, Any], shape: Shape) -> None:
     data = random_data(shape)
-    view = view_of(data, CacheConfig("int8", value_format="fp8_e4m3", sink_tokens=3, residual_length=40))
+    view = view_of(data, CacheConfig(**options, sink_tokens=3, residual_length=40))
     mask = some_mask("left padding", shape, 3, torch.float32)
-    assert_close(isa, data, view, mask=mask, sinks=torch.zeros(shape.kv_heads * shape.group))
-    assert_close(isa, data, view)
+    sinks = torch.zeros(shape.kv_heads * shape.group)
+    for wanted in (Wanted(data, view, mask=mask, sinks=sinks), Wanted(data, view)):
+        for isa, threads in itertools.product(INSTRUCTION_SETS, (1, 2, 5)):
+            torch.set_num_threads(threads)
+            wanted.check(isa)
 
 
-@each_instruction_set
+@each_of_some
 @pytest.mark.usefixtures("keep_threads")
-def test_a_head_of_which_one_part_sees_nothing_is_merged_from_the_others(isa: str) -> None:
+def test_a_head_of_which_one_part_sees_nothing_is_merged_from_the_others(options: dict[str, Any]) -> None:
     data = random_data(Shape(1, 1, 2, 1, 4000, 64, 64))
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig(**options))
     for seen in (slice(0, 100), slice(3900, 4000), slice(1900, 2100)):
         mask = torch.zeros(1, 1, 1, 4000, dtype=torch.bool)
         mask[..., seen] = True
-        for threads in (1, 4):
+        wanted = Wanted(data, view, mask=mask)
+        for isa, threads in itertools.product(INSTRUCTION_SETS, (1, 4)):
             torch.set_num_threads(threads)
-            assert_close(isa, data, view, mask=mask)
+            wanted.check(isa)
 
 
 def test_a_mask_longer_than_the_cache_is_cut() -> None:
     data = random_data(Shape(2, 1, 2, 2, 30))
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     mask = torch.rand(2, 1, 2, 50) < 0.7
     assert torch.equal(attention(data.query, view, mask), attention(data.query, view, mask[..., :30].contiguous()))
 
 
 @each_backend
 def test_more_queries_than_tokens_see_what_is_before_them(backend: str) -> None:
-    data = random_data(Shape(1, 1, 2, 8, 5))
-    assert_close(backend, data, view_of(data, CacheConfig("int8")))
+    data = random_data(Shape(1, 1, 2, 8, 5, 64, 64))
+    for options in SOME:
+        assert_close(backend, data, view_of(data, CacheConfig(**options)))
 
 
 @each_backend
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_an_empty_cache_gives_zeros(backend: str, q_len: int) -> None:
     data = random_data(Shape(2, 1, 2, q_len, 0))
-    view = view_of(data, CacheConfig("int8"))
     if backend in INSTRUCTION_SETS and q_len > MAX_QUERIES:
         backend = "reference"
-    for _ in range(2):
-        out = run(backend, data.query, view, sinks=torch.zeros(2))
-        assert out.shape == (2, q_len, 2, 16)
-        assert not bool(out.any())
+    for options in SOME:
+        view = view_of(data, CacheConfig(**options))
+        for _ in range(2):
+            out = run(backend, data.query, view, sinks=torch.zeros(2))
+            assert out.shape == (2, q_len, 2, 16)
+            assert not bool(out.any())
 
 
 # ---- hard data -----------------------------------------------------------------------------------------------------
@@ -550,6 +682,19 @@ def hard_data(kind: str, dtype: torch.dtype) -> tuple[Data, dict[str, Any]]:
         keys[..., 1:] = 0.0
     elif kind == "equal tokens":
         keys, values = keys[:, :, :1].expand_as(keys), values[:, :, :1].expand_as(values)
+    elif kind == "a group of huge key channels where the query is small":
+        keys[..., 32:] *= 1e3
+        query[..., 32:] /= 1e3
+    elif kind == "a group of huge query channels where keys are small":
+        query[..., 32:] *= 300.0
+        keys[..., 32:] /= 300.0
+    elif kind == "values of some tokens huge and with little weight":
+        keys[:, :, 64:128] = 0.1 * keys[:, :, 64:128] - 1.5 * query.view(1, 2, 3, 64).mean(dim=2, keepdim=True)
+        values[:, :, 64:128] *= 1e3
+    elif kind == "value channels that vary by 1e4":
+        values *= 10.0 ** (4 * torch.rand(64, generator=generator) - 2)
+    elif kind == "values far from zero":
+        values += 30.0 * torch.randn(64, generator=generator)
     elif kind == "scores that rise":
         keys += 0.1 * torch.arange(600).view(1, 1, -1, 1) * query.view(1, 2, 3, 64).mean(dim=2, keepdim=True) / 10
     return Data(query.to(dtype), keys.to(dtype).contiguous(), values.to(dtype).contiguous()), how
@@ -576,86 +721,142 @@ HARD = [
     "huge numbers",
     "one channel alone",
     "equal tokens",
+    "a group of huge key channels where the query is small",
+    "a group of huge query channels where keys are small",
+    "values of some tokens huge and with little weight",
+    "value channels that vary by 1e4",
+    "values far from zero",
     "scores that rise",
 ]
 
 
-@each_instruction_set
 @pytest.mark.parametrize("kind", HARD)
-def test_on_hard_data_the_error_of_the_kernel_stays_below_a_twentieth_of_that_of_quantization(
-    isa: str, kind: str
-) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+def test_on_hard_data_the_error_of_the_kernel_stays_below_a_twentieth_of_that_of_quantization(kind: str) -> None:
+    for (index, name), dtype in itertools.product(enumerate(SETUPS), (torch.float32, torch.bfloat16)):
         data, how = hard_data(kind, dtype)
-        for name in formats():
-            assert_close(isa, data, view_of(data, CacheConfig(name)), **how)
-    data, how = hard_data(kind, torch.float32)
-    assert_close(isa, data, view_of(data, CacheConfig("int8", granularity="head", residual_length=40)), **how)
+        wanted = Wanted(data, view_of(data, config_of(name, residual_length=index % 2 * 40)), hard=True, **how)
+        for isa in INSTRUCTION_SETS:
+            wanted.check(isa)
 
 
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_on_hard_data_the_other_backends_equal_the_oracle_too(backend: str, kind: str) -> None:
     data, how = hard_data(kind, torch.float32)
-    for name in ("int8", "none"):
-        assert_close(backend, data, view_of(data, CacheConfig(name)), **how)
+    for options in ({"format": "none"}, *SOME):
+        assert_close(backend, data, view_of(data, CacheConfig(**options)), hard=True, **how)
+
+
+def with_huge_channels(factor: float) -> Data:
+    """Keys of which two channels are huge in every token, as a large bias of the key projection makes them."""
+    data = random_data(Shape(1, 2, 3, 1, 600, 64, 64))
+    data.keys.mul_(4)
+    data.keys[..., 5] += 150.0 * factor
+    data.keys[..., 40] -= 100.0 * factor
+    return data
+
+
+def lost(data: Data, **options: Any) -> float:
+    """The part of what attention says that storing keys and values changes."""
+    store = LayerStore(CacheConfig(**options))
+    store.append(data.keys, data.values)
+    wanted = exact(*data)
+    return rms(exact(data.query, *KVView(store).decode(torch.float64)) - wanted) / rms(wanted)
 
 
 def test_int8_survives_keys_with_a_few_huge_constant_channels() -> None:
-    """Case 1: with a scale per token and head, not even half of what attention says is lost."""
-    data = random_data(Shape(1, 2, 3, 1, 600, 64, 64))
-    data.keys.mul_(4)
-    data.keys[..., 5] += 150.0
-    data.keys[..., 40] -= 100.0
-    view = view_of(data, CacheConfig("int8"))
-    wanted = exact(*data)
-    assert rms(exact(data.query, *view.decode(torch.float64)) - wanted) < 0.5 * rms(wanted)
+    """Case 1: with a scale per token and head not even half of what attention says is lost; equalized, hardly anything."""
+    assert lost(with_huge_channels(1), format="int8", equalize=False) < 0.5
+    for factor in (0.0, 1.0, 1000.0):
+        assert lost(with_huge_channels(factor), format="int8") < 0.03
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_a_scale_per_channel_and_zero_points_survive_keys_with_a_few_huge_constant_channels(bits: int) -> None:
+    """Case 1: such keys lose as little as others do; with a scale per token or group they lose all that they say."""
+
+    def with_keys(data: Data, **options: Any) -> float:
+        return lost(data, format="none", key_format=f"int{bits}", **options)
+
+    usual, huge = with_huge_channels(0.0), with_huge_channels(1.0)
+    assert with_keys(huge, granularity="channel") < 2 * with_keys(usual, granularity="channel")
+    assert with_keys(huge, granularity="channel") < 0.5 * with_keys(huge, granularity="token")
+    assert with_keys(huge, equalize=True) < 2 * with_keys(usual, equalize=True)
 
 
 # ---- not a number --------------------------------------------------------------------------------------------------
 
 
-@each_backend
-@pytest.mark.parametrize("name", formats())
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("kind", ["causal", "boolean", "additive", "lowest"])
-def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_no_other(
-    backend: str, name: str, odd: float, side: str, kind: str
-) -> None:
-    shape = Shape(2, 2, 3, 4, 30)
-    for position, config in ((10, CacheConfig(name)), (0, CacheConfig(name, sink_tokens=2)), (28, CacheConfig(name))):
-        clean = random_data(shape)
-        data = random_data(shape)
-        getattr(data, side)[1, 0, position, 3] = odd
-        seen = torch.ones(2, 1, 4, 30, dtype=torch.bool).tril(26)
+def spoilt_channels(view: KVView, options: dict[str, Any], channel: int, dim: int) -> set[int]:
+    """The channels of a value that one channel that is not finite makes not-a-number."""
+    format, scaling = format_of(options, "value"), view.store.scalings[1]
+    assert format is not None
+    assert scaling is not None
+
+    def whole(channels: set[int], size: int) -> set[int]:
+        return {
+            start + i for start in range(0, dim, size) for i in range(size) if channels & {*range(start, start + size)}
+        }
+
+    # A rotation mixes the channels of its block, on the way in and on the way out.
+    block = dim & -dim if format.rotated else 1
+    size = {"group": scaling.group, "channel": 1}.get(scaling.granularity, dim)
+    return whole(whole(whole({channel}, block), size), block)
+
+
+@each_setup
+def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_no_other(name: str) -> None:
+    """A key in the whole row, a value in the channels that share its scale; per channel, all tokens of the group do."""
+    shape, channel = Shape(2, 2, 3, 5, 80, 32, 96), 40
+    chance = random.Random(name)
+    for side, position, sink in itertools.product(("keys", "values"), (10, 78, 0), (0, 2)):
+        odd = chance.choice([math.nan, math.inf, -math.inf])
+        kind = chance.choice(["causal", "boolean", "additive", "lowest"])
+        config = config_of(name, sink_tokens=sink)
+        clean, data = random_data(shape), random_data(shape)
+        getattr(data, side)[1, 0, position, channel if side == "values" else 3] = odd
+        vectors = equalizing_vectors(clean.keys) if config.equalize else (None, None)
+        views = []
+        for x in (clean, data):
+            store = LayerStore(config, key_centre=vectors[0], key_multiplier=vectors[1])
+            store.append(x.keys, x.values)
+            views.append(KVView(store))
+        # Exact tokens stay as they are; of what is encoded together all or nothing is a number.
+        kept = name == "none" or position < sink or position >= sink + store.packed_length
+        together = GROUP_TOKENS if "channel" in name and not kept else 1
+        start = sink + (position - sink) // together * together if not kept else position
+        span = slice(start, start + together)
+        seen = torch.ones(2, 1, 5, 80, dtype=torch.bool).tril(75)
         if kind != "causal":
             seen[:, :, 1] = False  # a row that sees nothing
             seen[:, :, 2, position] = False
+            seen[:, :, 3, span] = False
         mask = {
             "causal": None,
             "boolean": seen,
             "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf),
             "lowest": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min),
         }[kind]
-        out, expected = (run(backend, x.query, view_of(x, config), mask=mask) for x in (data, clean))
-        kept = name == "none" or config.sink_tokens > 0  # as it is; a packed vector becomes NaN as a whole
-        for b, h, i in np.ndindex(2, 6, 4):
-            if b == 0 or h >= 3 or not bool(seen[b, 0, i, position]):
-                # The same numbers, but for the order of summation in torch's attention.
-                torch.testing.assert_close(out[b, i, h], expected[b, i, h], rtol=1e-5, atol=1e-6)
-            elif side == "values":
-                shows = ~out[b, i, h].isfinite()
-                assert shows.tolist() == [channel == 3 or not kept for channel in range(16)]
+        attends = torch.zeros(2, 5, 6, dtype=torch.bool)
+        attends[1, :, :3] = seen[1, 0, :, span].any(dim=-1).unsqueeze(1)
+        for backend in BACKENDS:
+            expected, out = (run(backend, clean.query, view, mask=mask) for view in views)
+            # The same numbers, but for the order of summation in torch's attention.
+            torch.testing.assert_close(out[~attends], expected[~attends], rtol=1e-5, atol=1e-6, msg=backend)
+            if side == "values":
+                shows = {channel} if kept else spoilt_channels(views[1], SETUPS[name], channel, 96)
+                wanted = torch.tensor([c in shows for c in range(96)])
+                assert torch.equal(~out[attends].isfinite(), wanted.expand(int(attends.sum()), 96)), backend
             elif math.isnan(odd) or not kept:
-                assert bool(out[b, i, h].isnan().all())
+                assert bool(out[attends].isnan().all()), backend
             # What is left is an infinite key: the sign of the query's channel says whether it has all weight or none.
 
 
 @each_backend
-def test_a_query_that_is_not_finite_spoils_its_own_row_only(backend: str) -> None:
-    data = random_data(Shape(1, 2, 2, 3, 50))
-    view = view_of(data, CacheConfig("int8", residual_length=4))
+@each_of_some
+def test_a_query_that_is_not_finite_spoils_its_own_row_only(backend: str, options: dict[str, Any]) -> None:
+    data = random_data(Shape(1, 2, 2, 3, 50, 32, 32))
+    view = view_of(data, CacheConfig(**options, residual_length=4))
     expected = run(backend, data.query, view)
     query = data.query.clone()
     query[0, 1, 2, 5] = float("nan")
@@ -677,6 +878,23 @@ def pass_over(config: CacheConfig, data: Data, before: int, n: int) -> KVView:
     return KVView(store, late)
 
 
+def oracles_store(config: CacheConfig) -> oracle.Store:
+    """The oracle's store of that description."""
+
+    def both(what: str) -> tuple[Any, Any]:
+        return tuple(getattr(config, f"{side}_{what}") or getattr(config, what) for side in ("key", "value"))
+
+    names = tuple(None if name == "none" else name for name in both("format"))
+    return oracle.Store(
+        names,
+        both("granularity"),
+        config.residual_length,
+        config.sink_tokens,
+        groups=both("group_size"),
+        equalize=config.equalize,
+    )
+
+
 def one_by_one(
     config: CacheConfig, data: Data, before: int, n: int, mask: torch.Tensor | None = None, whole: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -684,9 +902,7 @@ def one_by_one(
 
     With ``whole`` the tokens of the pass see each other exactly (``prefill="exact"``).
     """
-    names = tuple(None if name == "none" else name for name in (config.format, config.value_format or config.format))
-    granularity = config.granularity or "token"
-    store = oracle.Store(names, (granularity, granularity), config.residual_length, config.sink_tokens)
+    store = oracles_store(config)
     keys, values = f64(data.keys), f64(data.values)
     for t in range(before):
         store.append(keys[:, :, t], values[:, :, t])
@@ -707,24 +923,39 @@ def one_by_one(
 
 
 PASSES = [(0, 8), (0, 30), (0, 64), (0, 70), (60, 8), (62, 3), (63, 2), (40, 40), (70, 8), (100, 20), (5, 90)]
+# Where the vectors of equalized keys come: with the 128th token, behind the sinks.
+LONG_PASSES = [(0, 140), (120, 8), (125, 5), (127, 1), (128, 8), (60, 80), (131, 4)]
+CHANNELS = {"key_format": "int4", "key_granularity": "channel", "key_group_size": 16}
+WAYS: dict[str, CacheConfig] = {
+    "token": CacheConfig("int8", equalize=False),
+    "residual": CacheConfig("int8", equalize=False, residual_length=5),
+    "fp8 residual sinks": CacheConfig("fp8_e4m3", residual_length=3, sink_tokens=4),
+    "head": CacheConfig("int8", equalize=False, granularity="head"),
+    "head residual sinks": CacheConfig("int8", equalize=False, granularity="head", residual_length=6, sink_tokens=2),
+    "head long residual": CacheConfig("int8", equalize=False, granularity="head", residual_length=80),
+    "mixed": CacheConfig("none", value_format="int8", residual_length=5),
+    "group": CacheConfig("int4_rot"),
+    "channel": CacheConfig("int4", granularity="channel", group_size=16),
+    "channel residual sinks": CacheConfig(
+        "int4", **CHANNELS, value_format="int4_rot", residual_length=5, sink_tokens=3
+    ),
+    "channels of two sizes": CacheConfig(
+        "int3", granularity="channel", key_group_size=32, value_group_size=16, residual_length=20
+    ),
+    "equalized": CacheConfig("int8"),
+    "equalized residual sinks": CacheConfig("int8", residual_length=6, sink_tokens=3),
+    "equalized channel": CacheConfig("int8", **CHANNELS, equalize=True, residual_length=2),
+}
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        CacheConfig("int8"),
-        CacheConfig("int8", residual_length=5),
-        CacheConfig("fp8_e4m3", residual_length=3, sink_tokens=4),
-        CacheConfig("int8", granularity="head"),
-        CacheConfig("int8", granularity="head", residual_length=6, sink_tokens=2),
-        CacheConfig("int8", granularity="head", residual_length=80),
-        CacheConfig("none", value_format="int8", residual_length=5),
-    ],
-    ids=["token", "residual", "fp8 residual sinks", "head", "head residual sinks", "head long residual", "mixed"],
+    ("way", "before", "n"),
+    [(way, *sizes) for way in WAYS for sizes in (LONG_PASSES if "equalized" in way else PASSES)],
+    ids=str,
 )
-@pytest.mark.parametrize(("before", "n"), PASSES, ids=str)
-def test_a_pass_of_several_tokens_equals_single_steps(config: CacheConfig, before: int, n: int) -> None:
+def test_a_pass_of_several_tokens_equals_single_steps(way: str, before: int, n: int) -> None:
     """Case 11: every query sees what it would have seen one token at a time."""
+    config = WAYS[way]
     data = random_data(Shape(1, 1, 2, n, before + n, 12, 10))
     if before + n > 66:
         data.keys[0, 0, 66] *= 4  # a scale per head grows here
@@ -739,9 +970,10 @@ def test_a_pass_of_several_tokens_equals_single_steps(config: CacheConfig, befor
 
 @pytest.mark.parametrize("n", [6, 40])
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_a_pass_of_several_tokens_equals_single_steps_under_left_padding(n: int, kind: str) -> None:
+@pytest.mark.parametrize("way", ["residual", "channel residual sinks"])
+def test_a_pass_of_several_tokens_equals_single_steps_under_left_padding(n: int, kind: str, way: str) -> None:
     before = 70
-    config = CacheConfig("int8", residual_length=5, sink_tokens=2)
+    config = replace(WAYS[way], sink_tokens=2)
     data = random_data(Shape(2, 1, 2, n, before + n, 12, 10))
     seen = torch.ones(2, 1, n, before + n, dtype=torch.bool).tril(before)
     seen[1, :, :, :72] = False  # the first queries of this row see nothing
@@ -756,121 +988,127 @@ def test_a_pass_of_several_tokens_equals_single_steps_under_left_padding(n: int,
         assert not bool(out[1, :2].any())
 
 
-def test_a_pass_of_more_queries_than_a_piece_equals_single_steps() -> None:
+@pytest.mark.parametrize("way", ["residual", "channel residual sinks"])
+def test_a_pass_of_more_queries_than_a_piece_equals_single_steps(way: str) -> None:
     n = dense.PIECE + 60
-    config = CacheConfig("int8", residual_length=7)
     data = random_data(Shape(1, 1, 1, n, n, 8, 8))
-    out = attention(data.query, pass_over(config, data, 0, n))
-    wanted, unquantized = one_by_one(config, data, 0, n)
+    out = attention(data.query, pass_over(WAYS[way], data, 0, n))
+    wanted, unquantized = one_by_one(WAYS[way], data, 0, n)
     assert rms(f64(out) - wanted) <= rms(wanted - unquantized) / 20
 
 
-@pytest.mark.parametrize(("before", "n"), [(0, 8), (0, 70), (30, 8), (70, 4), (50, 40)], ids=str)
-@pytest.mark.parametrize("granularity", ["token", "head"])
+@pytest.mark.parametrize(("before", "n"), [(0, 8), (0, 70), (30, 8), (70, 4), (50, 40), (120, 40)], ids=str)
+@pytest.mark.parametrize("way", ["token", "head", "channel", "equalized"])
 @pytest.mark.parametrize(("residual", "sink"), [(0, 0), (5, 0), (3, 4)], ids=str)
 def test_with_exact_prefill_the_tokens_of_a_pass_see_each_other_unquantized(
-    before: int, n: int, granularity: str, residual: int, sink: int
+    before: int, n: int, way: str, residual: int, sink: int
 ) -> None:
-    config = CacheConfig("int8", granularity=granularity, residual_length=residual, sink_tokens=sink, prefill="exact")
+    config = replace(WAYS[way], residual_length=residual, sink_tokens=sink, prefill="exact")
     data = random_data(Shape(2, 1, 2, n, before + n, 12, 10))
     view = pass_over(config, data, before, n)
     wanted, _ = one_by_one(config, data, before, n, whole=True)
     for backend in BACKENDS:
         if backend in INSTRUCTION_SETS and n > MAX_QUERIES:
             continue
-        # int8 quantization alone is off by 5e-3: this is a hundredth of it.
-        assert rms(f64(run(backend, data.query, view)) - wanted) <= 5e-5
+        # int8 quantization alone is off by 5e-3, int4 by 5e-2: this is a hundredth of it.
+        assert rms(f64(run(backend, data.query, view)) - wanted) <= (5e-4 if way == "channel" else 5e-5)
     if before == 0:
         full = exact(data.query, data.keys, data.values)
         assert rms(wanted - full) == 0
 
 
-def test_a_single_step_behind_an_exact_prefill_sees_what_is_stored() -> None:
-    data = random_data(Shape(1, 1, 1, 1, 41))
-    view = pass_over(CacheConfig("int8", prefill="exact"), data, 40, 1)
+@each_of_some
+def test_a_single_step_behind_an_exact_prefill_sees_what_is_stored(options: dict[str, Any]) -> None:
+    data = random_data(Shape(1, 1, 1, 1, 165, 32, 32))
+    view = pass_over(CacheConfig(**options, prefill="exact"), data, 164, 1)
     assert view.late is None
     assert not view.runs_changed
-    out = attention(data.query, view)
     stored = exact(data.query, *view.decode(torch.float64))
-    assert rms(f64(out) - stored) <= rms(stored - exact(*data)) / 20
+    assert rms(stored - exact(*data)) > 1e-4
+    assert rms(f64(attention(data.query, view)) - stored) <= rms(stored - exact(*data)) / 20
 
 
-def test_after_crop_into_the_warm_up_a_pass_equals_single_steps() -> None:
-    """What was encoded stays so, and what comes is encoded at once: the warm-up is over."""
-    config = CacheConfig("int8", granularity="head")
-    data = random_data(Shape(1, 1, 1, 8, WARM_UP_TOKENS + 30))
+@pytest.mark.parametrize("way", ["head", "channel", "channel residual sinks", "equalized", "equalized channel"])
+def test_after_crop_into_the_warm_up_or_a_group_a_pass_equals_single_steps(way: str) -> None:
+    """What was encoded stays so; where it was a warm-up it is over, and a new group begins."""
+    stored = 180 if "equalized" in way else 80
+    data = random_data(Shape(1, 1, 1, 24, 220, 32, 32))
     results = []
-    for sizes in ([8], [1] * 8):
-        store = LayerStore(config)
-        store.append(data.keys[:, :, :80], data.values[:, :, :80])
+    for sizes in ([24], [8, 16], [1] * 24):
+        store = LayerStore(WAYS[way])
+        store.append(data.keys[:, :, :stored], data.values[:, :, :stored])
         store.crop(20)
         rows, at = [], 0
         for n in sizes:
-            span = slice(80 + at, 80 + at + n)
+            span = slice(stored + at, stored + at + n)
             late = store.append(data.keys[:, :, span], data.values[:, :, span])
             rows.append(attention(data.query[:, :, at : at + n], KVView(store, late), backend="reference"))
             at += n
         results.append(torch.cat(rows, dim=1))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-6, atol=1e-7)
 
 
-# ---- channel vectors of keys ---------------------------------------------------------------------------------------
+# ---- keys that are equalized ---------------------------------------------------------------------------------------
 
 
-@each_backend
-@each_dtype
-@each_format
-@pytest.mark.parametrize("which", ["multiplier", "centre", "both"])
-def test_a_multiplier_and_a_centre_of_keys_are_as_if_keys_had_been_stored_with_them(
-    backend: str, dtype: torch.dtype, name: str, which: str
-) -> None:
-    shape = Shape(2, 2, 3, 2, 90, 24, 16)
-    data = random_data(shape, dtype)
+@each_quantized_setup
+def test_equalized_keys_meet_a_query_that_is_folded_alike(name: str) -> None:
+    """With centres far from zero, with learned sinks and a softcap, beside sinks that are stored exactly."""
+    options = {**SETUPS[name], "equalize": None, "sink_tokens": 3}
     generator = torch.Generator().manual_seed(4)
-    multiplier = 10.0 ** (2 * torch.rand(2, 24, generator=generator) - 1) if which != "centre" else None
-    centre = 3 * torch.randn(2, 24, generator=generator) if which != "multiplier" else None
-    sink = 3
-    packed = data.keys.double()
-    if centre is not None:
-        packed = packed - centre.double().unsqueeze(1)
-    if multiplier is not None:
-        packed = packed / multiplier.double().unsqueeze(1)
-    # Exact regions hold the keys themselves, packed ones what is left of them.
-    keys = torch.cat([data.keys[:, :, :sink], packed[:, :, sink:].to(dtype)], dim=2)
-    store = LayerStore(CacheConfig(name, sink_tokens=sink))
-    store.append(keys, data.values)
-    view = KVView(store, key_multiplier=multiplier, key_centre=centre)
-    folded, values = KVView(store).decode(torch.float64)
-    unquantized = keys.double()
-    for k in (folded, unquantized):
-        if multiplier is not None:
-            k[:, :, sink:] *= multiplier.double().unsqueeze(1)
-        if centre is not None:
-            k[:, :, sink:] += centre.double().unsqueeze(1)
-    torch.testing.assert_close(view.decode(torch.float64)[0], folded, rtol=1e-12, atol=0)
-    wanted = exact(data.query, folded, values)
-    quantization = rms(wanted - exact(data.query, unquantized, data.values))
-    out = run(backend, data.query, view)
-    rounding = rms(f64(torch.from_numpy(wanted).to(dtype)) - wanted)
-    if backend == "dense" and dtype != torch.float32:
-        stored = Data(data.query, folded, values)
-        assert rms(f64(out) - wanted) <= 2 * rms(plain(stored, dtype) - wanted) + rounding
-    else:
-        assert rms(f64(out) - wanted) <= quantization / 20 + rounding
+    multiplier = 10.0 ** (2 * torch.rand(2, 64, generator=generator) - 1)
+    centre = 30 * torch.randn(2, 64, generator=generator)
+    softcap, sinks = {"softcap": 5.0}, {"sinks": torch.randn(6, generator=generator)}
+    hows: list[dict[str, Any]] = [{}, softcap, sinks, {**softcap, **sinks}]
+    for given, how, dtype in zip(
+        [("multiplier",), ("centre",), ("multiplier", "centre"), ("centre", "multiplier")],
+        random.Random(name).sample(hows, 4),
+        (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+        strict=True,
+    ):
+        data = random_data(Shape(2, 2, 3, 2, 150, 64, 32), dtype)
+        vectors, keys, query = {}, data.keys.float(), data.query.float()
+        if "multiplier" in given:
+            keys, query = keys * multiplier.unsqueeze(1), query / multiplier.repeat_interleave(3, dim=0).unsqueeze(1)
+            vectors["key_multiplier"] = multiplier
+        if "centre" in given:
+            keys = keys + centre.unsqueeze(1)
+            vectors["key_centre"] = centre
+        data = Data(query.to(dtype), keys.to(dtype), data.values)
+        store = LayerStore(CacheConfig(**options), **vectors)
+        store.append(data.keys, data.values)
+        wanted = Wanted(data, KVView(store), hard=True, **how)
+        assert wanted.quantization > 0
+        for backend in BACKENDS:
+            wanted.check(backend)
+
+
+@each_quantized_setup
+def test_equalizing_and_rotating_change_codes_and_no_meaning(name: str) -> None:
+    """What is decoded lies as near to what was given as it does without: within the steps of the format."""
+    data = random_data(Shape(1, 2, 3, 1, 160, 64, 64))
+    plain_view, view = (view_of(data, config_of(name, equalize=equalize)) for equalize in (False, True))
+    errors = [rms(f64(v.decode(torch.float64)[0] - data.keys.double())) for v in (plain_view, view)]
+    assert 0 < errors[1] < 1.5 * errors[0]
 
 
 @each_backend
-def test_a_multiplier_and_a_centre_leave_exact_copies_of_a_pass_alone(backend: str) -> None:
+def test_vectors_that_keys_are_equalized_by_leave_exact_copies_of_a_pass_alone(backend: str) -> None:
     data = random_data(Shape(1, 1, 2, 6, 50, 8, 8))
-    multiplier, centre = torch.full((1, 8), 2.0), torch.full((1, 8), 0.5)
-    keys = torch.cat([(data.keys[:, :, :44] - 0.5) / 2, data.keys[:, :, 44:]], dim=2)
-    store = LayerStore(CacheConfig("int8", residual_length=6))
-    store.append(keys[:, :, :44], data.values[:, :, :44])
-    late = store.append(keys[:, :, 44:], data.values[:, :, 44:])
-    view = KVView(store, late, multiplier, centre)
+    store = LayerStore(
+        CacheConfig("int8", residual_length=6),
+        key_multiplier=torch.full((1, 8), 2.0),
+        key_centre=torch.full((1, 8), 0.5),
+    )
+    store.append(data.keys[:, :, :44], data.values[:, :, :44])
+    late = store.append(data.keys[:, :, 44:], data.values[:, :, 44:])
+    view = KVView(store, late)
     assert view.late is not None
     outs = [run(which, data.query, view) for which in (backend, "reference")]
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-3, atol=1e-3)
+    exact_rows = exact(*data)
+    assert rms(f64(outs[0]) - exact_rows) < 0.02
 
 
 # ---- which backend serves, and what is refused ---------------------------------------------------------------------
@@ -880,7 +1118,7 @@ def test_a_multiplier_and_a_centre_leave_exact_copies_of_a_pass_alone(backend: s
 @pytest.mark.parametrize("change", ["append", "crop and append", "batch", "reset"])
 def test_a_view_is_refused_once_its_layer_was_updated(backend: str, change: str) -> None:
     data = random_data(Shape(2, 1, 2, 1, 30))
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     run(backend, data.query, view)
     store = view.store
     token = (data.keys[:, :, :1], data.values[:, :, :1])
@@ -907,10 +1145,13 @@ def test_the_kernel_reads_what_is_stored_now_after_every_kind_of_change(isa: str
     """The addresses of segments are kept between steps: none may be out of date."""
     shape = Shape(2, 1, 2, 1, 600)
     for config in (
-        CacheConfig("int8"),
+        CacheConfig("int8", equalize=False),
         CacheConfig("int8", residual_length=20, sink_tokens=4),
         CacheConfig("int8", granularity="head"),
         CacheConfig("none", sink_tokens=70),
+        CacheConfig("int4", **CHANNELS, value_format="int4_rot"),
+        CacheConfig("int4", granularity="channel", residual_length=9),
+        CacheConfig("int6_rot", equalize=True),
     ):
         store = LayerStore(config)
 
@@ -944,7 +1185,7 @@ def test_the_kernel_reads_what_is_stored_now_after_every_kind_of_change(isa: str
 def test_auto_takes_the_kernel_for_up_to_eight_queries_and_decodes_for_more() -> None:
     for q_len, served in ((1, "cpu"), (MAX_QUERIES, "cpu"), (MAX_QUERIES + 1, "dense")):
         data = random_data(Shape(1, 1, 2, q_len, 20))
-        view = view_of(data, CacheConfig("int8"))
+        view = view_of(data, CacheConfig("int8", equalize=False))
         told: list[str] = []
         view.on_served = told.append
         assert choose(data.query, view) == choose(data.query, view, "cpu") == served
@@ -955,7 +1196,7 @@ def test_auto_takes_the_kernel_for_up_to_eight_queries_and_decodes_for_more() ->
 
 def test_without_kernels_auto_decodes_and_cpu_is_refused_with_the_reason() -> None:
     data = random_data(Shape())
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     with using("none"):
         assert choose(data.query, view) == "dense"
         assert choose(data.query, view, "reference") == "reference"
@@ -966,12 +1207,12 @@ def test_without_kernels_auto_decodes_and_cpu_is_refused_with_the_reason() -> No
 def test_an_unknown_backend_is_refused_with_the_list_of_known_ones() -> None:
     data = random_data(Shape())
     with pytest.raises(ValueError, match="unknown backend 'gpu'; use one of auto, cpu, reference"):
-        attention(data.query, view_of(data, CacheConfig("int8")), backend="gpu")
+        attention(data.query, view_of(data, CacheConfig("int8", equalize=False)), backend="gpu")
 
 
 def test_types_that_the_kernel_does_not_know_are_decoded() -> None:
     data = random_data(Shape(1, 1, 2, 2, 30), torch.float64)
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     assert choose(data.query, view) == "dense"
     assert "float64" in str(supports(data.query, view))
     wanted = exact(data.query, *view.decode(torch.float64))
@@ -1013,7 +1254,7 @@ def test_a_format_that_the_kernel_does_not_know_is_decoded(monkeypatch: pytest.M
 )
 def test_arguments_that_do_not_fit_are_refused(backend: str, how: dict[str, Any], message: str) -> None:
     data = random_data(Shape(2, 2, 2, 2, 30))
-    view = view_of(data, CacheConfig("int8"))
+    view = view_of(data, CacheConfig("int8", equalize=False))
     with pytest.raises(ValueError, match=message):
         attention(**{"query": data.query, "view": view, "backend": backend, **how})
 
@@ -1033,39 +1274,38 @@ from qkv.storage import LayerStore
 from qkv.view import KVView
 assert native.library() is None and "QKV_KERNELS=off" in native.status(), native.status()
 results = {}
-for (name, granularity), (query, keys, values) in torch.load(sys.argv[1]).items():
-    store = LayerStore(CacheConfig(name, granularity=granularity, residual_length=3, sink_tokens=2))
+for name, (options, query, keys, values) in torch.load(sys.argv[1]).items():
+    store = LayerStore(CacheConfig(**options))
     store.append(keys, values)
     view = KVView(store)
     assert choose(query, view) == "dense"
-    results[name, granularity] = attention(query, view), *view.decode()
+    results[name] = attention(query, view), *view.decode()
 torch.save(results, sys.argv[2])
 """
 
 
 def test_without_the_compiled_library_the_results_are_the_same(tmp_path: Path) -> None:
-    cases = {
-        (name, granularity): tuple(random_data(Shape(2, 2, 3, 2, 120), seed=seed))
-        for seed, name in enumerate(formats())
-        for granularity in ("token", "head")
-    }
+    """The same codes, and the same numbers out of them, bit for bit."""
+    cases = {}
+    for seed, (name, options) in enumerate(SETUPS.items()):
+        more = {"residual_length": 3, "sink_tokens": 2}
+        cases[name] = {**options, **more}, *random_data(Shape(2, 2, 3, 2, 140, 64, 96), seed=seed)
     torch.save(cases, tmp_path / "cases.pt")
     command = [sys.executable, "-c", OFF, str(tmp_path / "cases.pt"), str(tmp_path / "results.pt")]
     done = subprocess.run(command, env={**os.environ, "QKV_KERNELS": "off"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = torch.load(tmp_path / "results.pt")
-    for (name, granularity), inputs in cases.items():
-        data = Data(*inputs)
-        view = view_of(data, CacheConfig(name, granularity=granularity, residual_length=3, sink_tokens=2))
-        out, keys, values = results[name, granularity]
+    for name, (options, *inputs) in cases.items():
+        data, store = Data(*inputs), LayerStore(CacheConfig(**options))
+        store.append(data.keys, data.values)
+        view = KVView(store)
+        out, keys, values = results[name]
         for a, b in zip((keys, values), view.decode(), strict=True):
-            assert torch.equal(a, b)
-        wanted = exact(data.query, *view.decode(torch.float64))
-        allowed = rms(wanted - exact(*data)) / 20
-        if name == "none":
-            allowed = 1e-6  # float32
-        assert rms(f64(out) - wanted) <= allowed
-        assert rms(f64(attention(data.query, view)) - wanted) <= allowed
+            assert torch.equal(a, b), name
+        wanted = Wanted(data, view)
+        assert name == "none" or wanted.quantization > 0
+        wanted.check("dense", out)
+        wanted.check("portable", attention(data.query, view))
 
 
 @needs_kernels

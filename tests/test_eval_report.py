@@ -128,6 +128,18 @@ def results() -> dict[str, dict[str, Any]]:
         for context in (512, 4096)
         for name, (bits, _, _) in list(CACHES.items())[:4]
     ]  # fmt: skip
+    tune = [
+        {"layer": layer, "side": side, "format": name, "bits_per_value": bits, "kld": kld * (layer + 1),
+         "kld_stderr": kld / 9, "time_share": None, "chosen": (name == "int4") == (layer > 2)}
+        for layer in range(6)
+        for side in ("key", "value")
+        for name, (bits, kld, _) in {name: CACHES[name] for name in ("int8", "int4")}.items()
+    ]  # fmt: skip
+    front = [
+        {"budget": bits, "bits_per_value": bits - 0.01, "kld_predicted": 2.0**-bits, "kld_validation": 2.1**-bits,
+         "kld_held_out": None if bits == 5 else 2.2**-bits, "format": f"tuned {bits}"}
+        for bits in (4.5, 5, 6, 8.25)
+    ]  # fmt: skip
     compare = [
         {**row, "kv_bytes": 755e6, "ms_per_step": 100.0 + i, "ratio_to_dynamic": 1.0 + i, "batch": 4, "context": 4096}
         for i, row in enumerate(ppl_rows()[:4])
@@ -143,6 +155,7 @@ def results() -> dict[str, dict[str, Any]]:
         "eval lm": {"meta": {**META, "command": "qkv eval lm --limit 9"}, "rows": lm},
         "eval recall": {"meta": {**META, "command": "eval recall"}, "rows": recall},
         "eval layers": {"meta": META, "rows": layers},
+        "tune": {"meta": {**META, "text": TEXT}, "rows": tune, "front": front},
         "bench kernel": {"meta": {**META, **nameless}, "rows": kernel},
         "bench memory": {"meta": META, "rows": memory},
         "bench prefill": {"meta": META, "rows": prefill},
@@ -190,7 +203,7 @@ def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_each_kind_of_rows_is_known_by_its_command_or_else_by_its_keys(tmp_path: Path) -> None:
     runs = load_runs(write_results(tmp_path))
     assert [run.kind for run in runs] == list(results())
-    assert [run.number for run in runs] == list(range(1, 10))
+    assert [run.number for run in runs] == list(range(1, 11))
     for command, content in results().items():
         content["meta"].pop("command", None)
         (tmp_path / "nameless.json").write_text(json.dumps(content))
@@ -289,11 +302,12 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 def test_all_kinds_together_fill_every_panel(full_page: str) -> None:
     page = Page(full_page)
-    for name in ("quality", "tails", "positions", "layers", "recall", "tasks", "speed", "memory", "samples", "tables"):
+    names = ("quality", "tails", "positions", "layers", "tuning", "recall", "tasks", "speed", "memory")
+    for name in (*names, "samples", "tables"):
         assert name in page.ids
     assert "missing" not in page.ids
     assert len(page.ids) == len(set(page.ids))
-    assert sum(name == "id" and value.startswith("run-") for _, name, value in page.attributes) == 9
+    assert sum(name == "id" and value.startswith("run-") for _, name, value in page.attributes) == 10
     for words in (
         "Some Processor",
         "0123456789ab",
@@ -311,7 +325,7 @@ def test_panels_without_data_are_left_out_and_listed(tmp_path: Path) -> None:
     paths = write_results(tmp_path)
     page = Page(build_page(load_runs([path for path in paths if "decode" in path.name])))
     assert {"speed", "memory", "tables", "setup", "missing"} <= set(page.ids)
-    assert not {"quality", "positions", "layers", "recall", "tasks", "samples"} & set(page.ids)
+    assert not {"quality", "positions", "layers", "tuning", "recall", "tasks", "samples"} & set(page.ids)
     assert re.search("Recall by depth . from qkv eval recall", page.text)
     assert "Not on this page" in page.text
 
@@ -380,6 +394,26 @@ def test_a_cache_of_two_runs_is_drawn_twice_under_its_own_names(tmp_path: Path) 
     page = Page(build_page(load_runs(paths)))
     assert "int8 · run 1" in page.text
     assert "int8 · run 2" in page.text
+
+
+def test_what_a_tuning_verified_is_drawn_in_its_front_and_with_the_results_of_eval_ppl(tmp_path: Path) -> None:
+    content = results()["tune"]
+    kinds = {"dynamic": "baseline", "int8": "preset", "int4": "uniform", "int2": "uniform"}
+    scored = [{**row, "kind": kinds[row["format"]]} for row in ppl_rows() if row["format"] in kinds]
+    content["verified"] = [*scored, {**scored[-1], "format": "tuned", "kind": "tuned", "kld_mean": 0.3}]
+    path = tmp_path / "tune.json"
+    path.write_text(json.dumps(content))
+    tuning, ppl = load_runs([path])
+    assert (tuning.kind, ppl.kind) == ("tune", "eval ppl")
+    assert [row["format"] for row in ppl.rows] == ["dynamic", "int8", "int4", "int2", "tuned"]
+    page = build_page([tuning, ppl])
+    text = Page(page).text
+    assert {"tuning", "quality"} <= set(Page(page).ids)
+    for words in ("tuned, predicted", "tuned, held-out text", "uniform, held-out text", "What was chosen"):
+        assert words in text
+    assert "int4: 4.50 bits per value, KL 0.04 nats" in page
+    assert "tuned: 2.50 bits per value, KL 0.3 nats" in page
+    assert "tuned, held-out text, 5.00 bits" not in page
 
 
 def test_machines_are_not_mixed_in_one_drawing_of_times(tmp_path: Path) -> None:
@@ -557,7 +591,7 @@ def test_in_a_browser_every_panel_and_drawing_shows_something(
     assert corner < 60 if dark else corner > 200
     panels = [box for box in layout["boxes"] if box["what"] == "panel"]
     charts = [box for box in layout["boxes"] if box["what"] == "chart"]
-    assert len(panels) == 11
+    assert len(panels) == 12
     assert len(charts) >= 25
     assert max(box["y"] + box["height"] for box in panels) < HEIGHT
     for box in [*panels, *charts]:

@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "eval lm": ("format", "task", "metric", "value"),
     "eval recall": ("format", "depth", "exact_match"),
     "eval layers": ("format", "layer", "head"),
+    "tune": ("format", "layer", "side", "kld"),
     "bench kernel": ("format", "kv_len", "ms"),
     "bench memory": ("cache", "context", "bytes_per_token"),
     "bench prefill": ("cache", "context", "seconds"),
@@ -43,6 +44,8 @@ class Run:
         meta: the set-up.
         notes: lines that a reader of the figures should know.
         samples: texts that were written through the caches.
+        front: of a tuning, its solutions by budget.
+        verified: of a tuning, what was scored on held-out text; it is a run of its own as well.
         settings: of a sweep's evaluation.
     """
 
@@ -53,6 +56,8 @@ class Run:
     meta: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     samples: tuple[Row, ...] = ()
+    front: tuple[Row, ...] = ()
+    verified: tuple[Row, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,16 +127,19 @@ def _from_command(path: Path, content: Any) -> list[dict[str, Any]]:
         raise ValueError(f'{str(path)!r} is no results file: it has no {{"meta": ..., "rows": [...]}}')
     if meta.get("command") == "eval sweep":
         return _from_lines(path, rows, [])
-    samples = content.get("samples")
-    return [
-        {
-            "kind": _kind(meta, rows),
-            "rows": tuple(rows),
-            "meta": {key: value for key, value in meta.items() if key != "notes"},
-            "notes": _strings(meta.get("notes")),
-            "samples": tuple(samples) if _are_rows(samples) else (),
-        }
-    ]
+    more = {key: content.get(key) for key in ("samples", "front", "verified")}
+    run = {
+        "kind": _kind(meta, rows),
+        "rows": tuple(rows),
+        "meta": {key: value for key, value in meta.items() if key != "notes"},
+        "notes": _strings(meta.get("notes")),
+        **{key: tuple(value) if _are_rows(value) else () for key, value in more.items()},
+    }
+    if not run["verified"]:
+        return [run]
+    # Scored as by `qkv eval ppl`, and drawn with its results.
+    scored = {"kind": "eval ppl", "rows": run["verified"], "meta": run["meta"]}
+    return [run, scored]
 
 
 def _from_sweep(path: Path) -> list[dict[str, Any]]:

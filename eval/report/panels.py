@@ -70,7 +70,8 @@ class Panel:
 
 def make_panels(runs: Sequence[Run], styles: Styles) -> list[Panel]:
     """Draws all panels; one without data has no parts."""
-    return [draw(runs, styles) for draw in (_quality, _tails, _positions, _layers, _recall, _tasks, _speed, _memory)]
+    drawn = (_quality, _tails, _positions, _layers, _tuning, _recall, _tasks, _speed, _memory)
+    return [draw(runs, styles) for draw in drawn]
 
 
 # ---- quality --------------------------------------------------------------------------------------------------------
@@ -246,6 +247,85 @@ def _layers(runs: Sequence[Run], styles: Styles) -> Panel:
             figures.append(Figure(title + (f", {unit}" if unit else ""), caption, chart))
         panel.add(heading, figures)
     return panel
+
+
+_FRONT = (
+    ("kld_predicted", "tuned, predicted"),
+    ("kld_validation", "tuned, validation text"),
+    ("kld_held_out", "tuned, held-out text"),
+)
+
+
+def _tuning(runs: Sequence[Run], styles: Styles) -> Panel:
+    panel = Panel(
+        "tuning",
+        "Tuned layer by layer",
+        "What each way to store the keys or the values of one layer does to predictions, everything else unquantized; "
+        "and what the best choice for all layers does under a budget of bits.",
+        "qkv tune",
+    )
+    for run in runs:
+        if run.kind != "tune":
+            continue
+        figures = []
+        series = [_front_of(run.front, key, name) for key, name in _FRONT]
+        uniform = Series("uniform, held-out text")
+        for row in sorted(run.verified, key=lambda row: number(row.get("bits_per_value")) or 0.0):
+            bits, divergence = number(row.get("bits_per_value")), number(row.get("kld_mean"))
+            if row.get("kind") == "uniform" and bits is not None and divergence is not None:
+                tip = f"{name_of(row)}: {bits:.2f} bits per value, KL {short(divergence)} nats"
+                uniform.add(bits, _floored(divergence), tip)
+        series = [one for one in (*series, uniform) if one.xs]
+        if series:
+            x = Axis("bits per value", form=lambda value: f"{value:g}")
+            y = Axis(log=True, zero=True)
+            chart = lines(series, styles, x, y, "KL divergence of the best choice by its budget")
+            caption = (
+                "Of each budget the best choice: as predicted by the sum of its parts, and as measured; beside it one "
+                "candidate for all keys and one for all values."
+            )
+            figures.append(Figure("KL divergence by budget, nats", caption, chart))
+        for key, title, only_chosen, caption in (
+            ("bits_per_value", "What was chosen, bits per value", True, "Of the keys and of the values of each layer."),
+            (
+                "kld",
+                "What a candidate does, nats",
+                False,
+                "KL divergence with this side of this layer alone stored so.",
+            ),
+        ):
+            cells: dict[tuple[Line, Line], float] = {}
+            for row in run.rows:
+                value, layer, side = number(row.get(key)), row.get("layer"), f"{row.get('side')}s"
+                if value is None or layer is None or (only_chosen and row.get("chosen") is not True):
+                    continue
+                line = ("", side) if only_chosen else (side, name_of(row))
+                cells[(line, ("", str(layer)))] = max(value, 0.0)
+            if cells:
+                across = sorted({column for _, column in cells}, key=lambda column: _number_first(column[1]))
+                chart = heat_map(
+                    list(dict.fromkeys(line for line, _ in cells)),
+                    across,
+                    cells,
+                    f"{title}, by layer",
+                    log=not only_chosen,
+                    label="layer",
+                    written=only_chosen,
+                )
+                figures.append(Figure(title, caption, chart))
+        panel.add(_text_key(run), figures)
+    return panel
+
+
+def _front_of(rows: Sequence[Row], key: str, name: str) -> Series:
+    series = Series(name)
+    for row in rows:
+        budget, divergence = number(row.get("budget")), number(row.get(key))
+        if budget is not None and divergence is not None:
+            series.add(
+                budget, _floored(divergence), f"{name}, {budget:.2f} bits per value: KL {short(divergence)} nats"
+            )
+    return series
 
 
 def _recall(runs: Sequence[Run], styles: Styles) -> Panel:

@@ -18,7 +18,7 @@
 // structure itself is a local variable: were it thread-local, inner loops would look its address up again and again.
 struct Workspace {
   float *query, *packed, *scores, *prob, *acc, *turned, *tile, *part, *key_scale, *key_offset, *value_scale,
-      *value_offset, *folded, *group_sum, *m, *l, *q_unit, *unit, *bad, *factor, *bias, *value_shift;
+      *value_offset, *folded, *group_sum, *group_unit, *m, *l, *q_unit, *unit, *bad, *factor, *bias, *value_shift;
   int16_t *q16, *p16, *folded16;
   int rows, key_stride, value_stride;
   bool odd_values;  // whether a value scale of the current block is not finite
@@ -37,8 +37,8 @@ struct Workspace {
         value_plane = &a.regions[k].value;
     }
     const int64_t r = rows, wide = most(most(key_stride, value_stride), kBlock);
-    const int64_t need = r * (3 * key_stride + key_stride + key_stride / 16 + 3 * kBlock + kBlock + 3 * value_stride) +
-                         9 * r + r * kBlock + 4 * wide + 25 * 16;
+    const int64_t need = r * (3 * key_stride + key_stride + key_stride / 8 + 3 * kBlock + kBlock + 3 * value_stride) +
+                         9 * r + r * kBlock + 4 * wide + 26 * 16;
     float* p = memory.at_least(need);
     const auto take = [&p](int64_t n) {
       float* start = p;
@@ -62,6 +62,7 @@ struct Workspace {
     p16 = reinterpret_cast<int16_t*>(take(r * kBlock / 2));
     folded16 = reinterpret_cast<int16_t*>(take(r * most(key_stride, kBlock) / 2));
     group_sum = take(r * key_stride / 16);
+    group_unit = take(r * key_stride / 16);
     m = take(r);
     l = take(r);
     q_unit = take(r);
@@ -107,9 +108,10 @@ static bool load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t off
 
 static float code_unit(int32_t format) { return format == QKV_E4M3 ? Fp8Codec<7>::kUnit : 1.0f; }
 
-// Rounds rows of n numbers to 16 bits, at most `limit`, padded with 0 to `stride`; unit[r] is worth one step of row r, NaN
-// where a row is not finite.
-static void round_rows(const float* x, int64_t stride, int rows, int n, float limit, int16_t* out, float* unit) {
+// Rounds rows of n numbers to 16 bits, at most `limit`, and appends zeros up to `padded`; unit[r * step] is worth one step
+// of row r, NaN where a row is not finite.
+static void round_rows(const float* x, int64_t stride, int rows, int n, int padded, float limit, int16_t* out,
+                       float* unit, int64_t step = 1) {
   for (int r = 0; r < rows; ++r, x += stride, out += stride) {
     float top = 0;
     bool finite = true;
@@ -120,9 +122,9 @@ static void round_rows(const float* x, int64_t stride, int rows, int n, float li
     }
     // Below this the reciprocal would overflow; such a row makes no score worth the name.
     const float inverse = top > 1e-34f && finite ? limit / top : 0.0f;
-    for (int d = 0; d < stride; ++d)
+    for (int d = 0; d < padded; ++d)
       out[d] = finite && d < n ? static_cast<int16_t>(std::nearbyint(x[d] * inverse)) : 0;
-    unit[r] = finite ? top / limit : __builtin_nanf("");
+    unit[r * step] = finite ? top / limit : __builtin_nanf("");
   }
 }
 
@@ -149,15 +151,21 @@ static void fold_query(const QkvAttend& a, Workspace& w, int64_t h) {
       for (int d = 0; d < dim; ++d) k[d] *= plane->signs[d];
       hadamard(k, dim, plane->rotation);
     }
-    if (plane->scale_kind != QKV_SCALE_GROUP) continue;
-    float* sums = w.group_sum + r * (w.key_stride / 16);
-    for (int g = 0, at = 0; at < dim; ++g, at += plane->group) {
+  }
+  if (!plane || plane->scale_kind != QKV_SCALE_GROUP)
+    return round_rows(w.packed, w.key_stride, w.rows, dim, w.key_stride, query_limit(dim), w.q16, w.q_unit);
+  // Group by group: where keys of a group are large the query is small, and must not be rounded as elsewhere.
+  const int groups = w.key_stride / 16;
+  for (int g = 0, at = 0; at < dim; ++g, at += plane->group) {
+    const int n = least(plane->group, dim - at), padded = at + n < dim ? n : w.key_stride - at;
+    round_rows(w.packed + at, w.key_stride, w.rows, n, padded, query_limit(dim), w.q16 + at, w.group_unit + g, groups);
+    for (int r = 0; r < w.rows; ++r) {
+      const float* k = w.packed + r * w.key_stride + at;
       float sum = 0;
-      for (int d = at; d < least(at + plane->group, dim); ++d) sum += k[d];
-      sums[g] = sum;
+      for (int d = 0; d < n; ++d) sum += k[d];
+      w.group_sum[r * groups + g] = sum;
     }
   }
-  round_rows(w.packed, w.key_stride, w.rows, dim, query_limit(dim), w.q16, w.q_unit);
 }
 
 static void begin(const QkvAttend& a, Workspace& w, int64_t b, int64_t h) {
@@ -221,8 +229,8 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
       const int64_t start = scale_start(key, b, h) + g * key.group_stride + offset;
       load_vectors(key, start, n, round_up(n, 16), C::kUnit, w.key_scale, w.key_offset);
       for (int r = 0; r < w.rows; ++r) {
-        const vf unit = vf_set1(whole_numbers<C>() ? w.q_unit[r] : 1.0f);
-        const vf sum = vf_set1(w.group_sum[r * (w.key_stride / 16) + g]);
+        const int64_t own = r * (w.key_stride / 16) + g;
+        const vf unit = vf_set1(whole_numbers<C>() ? w.group_unit[own] : 1.0f), sum = vf_set1(w.group_sum[own]);
         const float* part = w.part + r * kBlock;
         float* s = w.scores + r * kBlock;
         for (int t = 0; t < n; t += kLanes) {
@@ -251,7 +259,8 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
         }
         w.factor[r] = vf_hsum(sum);
       }
-      if (whole_numbers<C>()) round_rows(w.folded, w.key_stride, w.rows, dim, query_limit(dim), w.folded16, w.unit);
+      if (whole_numbers<C>())
+        round_rows(w.folded, w.key_stride, w.rows, dim, w.key_stride, query_limit(dim), w.folded16, w.unit);
       const int64_t skip = t / 16 * tile;
       const Pass pass{base + skip, tile, C::kBytes, (count + 15) / 16, pairs, ahead + skip, key.table};
       dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), w.key_stride, w.scores + t, kBlock);
@@ -476,7 +485,7 @@ static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value,
       }
       w.value_shift[r] = odd ? __builtin_nanf("") : sum;
     }
-    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, 32767.0f, w.folded16, w.unit);
+    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, padded, 32767.0f, w.folded16, w.unit);
     const Pass pass{whole.base + at / 16 * C::kBytes, C::kBytes, whole.step, units, whole.n,
                     whole.ahead + at / 16 * C::kBytes * whole.n, whole.table};
     dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), kBlock, w.tile, w.value_stride);
@@ -486,7 +495,8 @@ static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value,
   }
 }
 
-// Adds n quantized values with a scale per channel over groups of tokens, weighed by `prob`.
+// Adds n quantized values with a scale per channel over groups of tokens, weighed by `prob`, which is rounded group by
+// group: where values of a group are large their weights may be small.
 template <class C>
 static void add_by_channel(const QkvAttend& a, Workspace& w, const QkvPlane& value, const Pass& whole, int64_t b,
                            int64_t h, int64_t offset, int n, float* sums) {
@@ -498,13 +508,20 @@ static void add_by_channel(const QkvAttend& a, Workspace& w, const QkvPlane& val
                  w.value_scale, w.value_offset);
     const Pass pass{whole.base + t / 2 * whole.step, C::kBytes, whole.step, whole.groups, (count + 1) / 2,
                     whole.ahead + t / 2 * whole.step, whole.table};
+    if (whole_numbers<C>())
+      round_rows(w.prob + t, kBlock, w.rows, count, round_up(count, 2), 32767.0f, w.p16 + t, w.unit);
     dot_rows<C>(pass, w.rows, chosen<C>(w.p16, w.prob) + t, kBlock, w.tile, w.value_stride);
     for (int r = 0; r < w.rows; ++r) {
       const float* p = w.prob + r * kBlock + t;
       float total = 0;
       for (int i = 0; i < count; ++i) total += p[i];
       if (total == 0.0f) continue;  // whatever the scales are
-      const vf unit = vf_set1(w.factor[r]), mass = vf_set1(total);
+      if (whole_numbers<C>()) {  // the rounded weights: a code that its offset cancels is to leave nothing
+        int steps = 0;
+        for (int i = 0; i < count; ++i) steps += w.p16[r * kBlock + t + i];
+        total = static_cast<float>(steps) * w.unit[r];
+      }
+      const vf unit = vf_set1(whole_numbers<C>() ? w.unit[r] : 1.0f), mass = vf_set1(total);
       const float* add = w.tile + r * w.value_stride;
       float* x = sums + r * w.value_stride;
       for (int d = 0; d < w.value_stride; d += kLanes) {
@@ -564,7 +581,7 @@ static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int
   if (key_scaled) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
   w.odd_values = value_scaled &&
                  !load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
-  const bool rounded = whole_number_format(region.value.format) && region.value.scale_kind != QKV_SCALE_GROUP;
+  const bool rounded = whole_number_format(region.value.format) && value_scaled;
   for (int64_t g = 0; g < a.group; ++g) {
     for (int64_t i = 0; i < a.q_len; ++i) {
       const int r = static_cast<int>(g * a.q_len + i);

@@ -15,6 +15,7 @@ from qkv.formats.fp8 import Fp8E4M3, Fp8E5M2
 from qkv.formats.int8 import Int8
 from qkv.formats.layout import PARTS
 from qkv.formats.mx import BLOCK_FORMATS
+from qkv.presets import PRESETS
 
 __all__ = ["Format", "formats", "get_format", "register"]
 
@@ -31,7 +32,7 @@ def register(kind: type[Format]) -> type[Format]:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise ValueError(f"{kind.__name__} needs a `name`, a string")
-    if name in _table or name == NONE:
+    if name in _table or name == NONE or name in PRESETS:
         raise ValueError(f"a format named {name!r} is registered already")
     missing = [key for key in ("bits", "code_dtype", "largest") if not hasattr(kind, key)]
     if missing:
@@ -39,8 +40,8 @@ def register(kind: type[Format]) -> type[Format]:
     if kind.code_dtype.itemsize != 1 or not (kind.bits == 8 or (kind.bits in PARTS and kind.code_dtype == torch.uint8)):
         widths = ", ".join(map(str, PARTS))
         raise ValueError(
-            f"format {name!r}: codes are stored in 8 bits, code_dtype a type of one byte, or in {widths} bits, code_dtype "
-            f"torch.uint8; they are {kind.bits} bits of {kind.code_dtype}"
+            f"format {name!r}: codes are stored in 8 bits, code_dtype a type of one byte, or in {widths} bits, "
+            f"code_dtype torch.uint8; they are {kind.bits} bits of {kind.code_dtype}"
         )
     made = kind()
     _check_codes(made)
@@ -72,7 +73,16 @@ def _check_codes(made: Format) -> None:
         )
 
 
-for _kind in (Int8, Fp8E4M3, Fp8E5M2, *AFFINE, *AFFINE_ROTATED, *CODE_BOOKS, *BLOCK_FORMATS):
+_KINDS: tuple[type[Format], ...] = (
+    Int8,
+    Fp8E4M3,
+    Fp8E5M2,
+    *AFFINE,
+    *AFFINE_ROTATED,
+    *CODE_BOOKS,
+    *BLOCK_FORMATS,
+)
+for _kind in _KINDS:
     register(_kind)
 
 
@@ -90,5 +100,7 @@ def get_format(name: str) -> Format | None:
     if name == NONE:
         return None
     if name not in _table:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(formats())}")
+        raise ValueError(
+            f"unknown format {name!r}; known formats: {', '.join(formats())}; and set-ups: {', '.join(PRESETS)}"
+        )
     return _table[name]

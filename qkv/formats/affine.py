@@ -10,6 +10,7 @@ outlier. Keys have outliers in few channels, and a rotation spreads them over al
 
 from __future__ import annotations
 
+from types import MappingProxyType
 
 import torch
 
@@ -28,6 +29,7 @@ class Affine(Format):
 
     code_dtype = torch.uint8
     granularities = ("group", "channel", "token")
+    key_granularity = "channel"
     scale_type = UE5M3_SCALE
     offset = "zero_point"
 
@@ -78,6 +80,9 @@ def _affine(bits: int, rotated: bool = False, clip: float = 1.0) -> type[Affine]
         "native_id": _NATIVE_IDS[bits],
         "rotated": rotated,
         "clip": clip,
+        "equalized": rotated,
+        "equalizing_power": 0.0 if rotated else Affine.equalizing_power,
+        "group_sizes": MappingProxyType({"group": 64, "channel": 64} if rotated else {"group": 32, "channel": 32}),
     }
     return type(f"Int{bits}{'Rotated' if rotated else ''}", (Affine,), members)
 

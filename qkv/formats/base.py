@@ -66,6 +66,7 @@ class Format(ABC):
         native_encode: whether the compiled codec encodes as :meth:`encode` does; else that one is used.
         table: for a code book, the number that each code stands for; the compiled kernels read it.
         granularities: the granularities that it can be used with, the default first.
+        key_granularity: the default for keys where it is another one, or None.
         group_sizes: the default group sizes by granularity.
         block: channels that share a scale where the format itself says so; None: any group size that fits.
         scale_type: how a scale is stored (per head: float32).
@@ -74,6 +75,7 @@ class Format(ABC):
         clip: the part of a vector's range that codes cover; numbers outside of it saturate.
         rotated: whether vectors are rotated before they are encoded, see ``transform.py``.
         equalized: whether keys are equalized before they are encoded unless told otherwise, see ``equalizer.py``.
+        equalizing_power: how much channels that are no outliers are made alike.
     """
 
     name: ClassVar[str]
@@ -84,6 +86,7 @@ class Format(ABC):
     native_encode: ClassVar[bool] = True
     table: ClassVar[tuple[float, ...] | None] = None
     granularities: ClassVar[tuple[str, ...]] = ("token", "head", "group", "channel")
+    key_granularity: ClassVar[str | None] = None
     group_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({"group": 32, "channel": 32})
     block: ClassVar[int | None] = None
     scale_type: ClassVar[ScaleType] = BFLOAT16
@@ -91,6 +94,7 @@ class Format(ABC):
     clip: ClassVar[float] = 1.0
     rotated: ClassVar[bool] = False
     equalized: ClassVar[bool] = False
+    equalizing_power: ClassVar[float] = 0.6
 
     @property
     def offset_dtype(self) -> torch.dtype | None:

@@ -1,14 +1,14 @@
 """Code books: a code is the place of a number in a table, ``x ~ table[code] * scale``, with ``scale = max |x|``.
 
 They are those of bitsandbytes, written down anew: nothing of it is needed here. Whoever stores weights in them can
-store keys and values in the same. ``nf4``: Dettmers et al. 2023, "QLoRA", https://arxiv.org/abs/2305.14314, appendix
-E. ``fp4`` and the dynamic map of 8 bits, Dettmers 2015, https://arxiv.org/abs/1511.04561: ``get_4bit_type`` and
+store keys and values in the same. Sources: Dettmers et al. 2023, "QLoRA", https://arxiv.org/abs/2305.14314, appendix E
+(``nf4``); Dettmers 2015, https://arxiv.org/abs/1511.04561 (the dynamic map, ``bnb8``); ``get_4bit_type`` (``fp4``) and
 ``create_dynamic_map`` in bitsandbytes/functional.py.
 
 What differs: scales are bfloat16, rounded up, where bitsandbytes keeps float32; with a scale that both can store, codes
 are the same, bit for bit, as those of ``quantize_4bit`` of bitsandbytes 0.50 on CPUs. Its CUDA kernels differ from that
 in which of its two zeros ``fp4`` gets, and in where negative numbers go that lie halfway between two of ``fp4``. Of 8
-bits its CPU kernel looks codes up by 16 bits of the number; here, as on CUDA, it is the nearest one.
+bits its CPU kernel looks codes up on a grid of 65,536 places; here, as on CUDA, it is the nearest one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CodeBook(Format):
     largest = 1.0
     native_encode = False
     table: ClassVar[tuple[float, ...]]
-    granularities = ("group", "token", "channel")
+    granularities: ClassVar[tuple[str, ...]] = ("group", "token", "channel")
     # The usual block of bitsandbytes.
     group_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({"group": 64, "channel": 64})
 
@@ -73,6 +73,9 @@ def _nearest(kind: type[CodeBook], device: torch.device) -> tuple[torch.Tensor, 
 
     Returns:
         Three tensors ``[2**16]``: the bound, float32, and the codes up to it and above it, uint8.
+
+    Raises:
+        ValueError: a table with two midpoints there.
     """
     with torch.inference_mode(False):
         values, codes = _table(kind, torch.device("cpu")).sort(stable=True)
@@ -80,7 +83,10 @@ def _nearest(kind: type[CodeBook], device: torch.device) -> tuple[torch.Tensor, 
         first = torch.arange(-_NEGATIVE, _NEGATIVE, dtype=torch.int32, device="cpu") << 16
         # The lowest number with these bits: of negative ones that with the largest magnitude.
         lowest = torch.where(first < 0, first | 0xFFFF, first).view(torch.float32)
+        highest = torch.where(first < 0, first, first | 0xFFFF).view(torch.float32)
         place = torch.bucketize(lowest, bounds)
+        if bool((torch.bucketize(highest, bounds) > place + 1).any()):
+            raise ValueError(f"format {kind.name!r}: numbers of its table lie closer together than 1/128 of their size")
         ends = torch.cat([bounds, bounds.new_tensor([torch.inf])])
         codes = codes.to(torch.uint8)
         found = ends[place], codes[place], codes[(place + 1).clamp(max=len(bounds))]
@@ -155,4 +161,4 @@ class Bnb8(CodeBook):
     granularities = ("token", "group", "channel")
 
 
-CODE_BOOKS = (NF4, FP4, Bnb8, NF4Rotated)
+CODE_BOOKS: tuple[type[Format], ...] = (NF4, FP4, Bnb8, NF4Rotated)

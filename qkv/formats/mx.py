@@ -87,4 +87,4 @@ class NVFP4(_E2M1):
     group_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({"group": 16})
 
 
-BLOCK_FORMATS = (MXFP4, NVFP4)
+BLOCK_FORMATS: tuple[type[CodeBook], ...] = (MXFP4, NVFP4)
