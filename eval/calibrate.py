@@ -1,8 +1,8 @@
 """``qkv calibrate``: static scales per head, and equalizing vectors, from a text.
 
 The model runs over windows of a text unquantized, and the keys and values that it caches (after rotary embedding) are
-looked at on the way; nothing of them is kept. For each layer and head a scale is chosen, separately for keys and values,
-so that numbers up to ``range = scale * largest code`` can be stored and those beyond it saturate:
+looked at on the way; nothing of them is kept. For the keys and for the values of each layer and head a scale is chosen:
+numbers up to ``range = scale * largest code`` can be stored, and those beyond it saturate.
 
 - ``maximum``: the range is the largest magnitude of the text. Nothing of the text saturates.
 - ``percentile``: the range is the smallest that holds so many per cent of the magnitudes. It is read from a histogram
@@ -13,11 +13,11 @@ so that numbers up to ``range = scale * largest code`` can be stored and those b
 A histogram has 128 bins for each factor of two (the upper 16 bits of a float32), for magnitudes down to 2**-32 of the
 layer's largest, so memory does not grow with the text.
 
-With ``equalize``, keys are stored as ``(key - centre) / multiplier``: the centre of a channel is its mean over the text,
-the multiplier its largest distance from it to the power 0.7, with a geometric mean of 1 over the channels of a head.
-The first tokens of each window have no part in the centre, since their keys are unlike all others (attention sinks);
-they have one in the multiplier, since the range has to hold them too. Scales of keys are then for keys so transformed.
-That takes a second run over the text, since the vectors must be known first.
+With ``equalize``, keys are stored as ``(key - centre) / multiplier``: the centre of a channel is its mean over the
+text, the multiplier its largest distance from it to the power 0.7, with a geometric mean of 1 over the channels of a
+head. The first tokens of each window have no part in the centre, since their keys are unlike all others (attention
+sinks); they have one in the multiplier, since the range has to hold them too. Scales of keys are then for keys so
+transformed. That takes a second run over the text, since the vectors must be known first.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections import Counter
@@ -36,12 +37,15 @@ from qkv_eval.tune_costs import (
     REFERENCE,
     SIDES,
     Candidate,
+    Geometry,
     Ledger,
     Passes,
     default_candidates,
     measure_time,
     query_heads_per_kv,
     read_candidates,
+    resolved,
+    side_value,
 )
 from qkv_eval.tune_solve import Choice, solve
 
@@ -61,7 +65,7 @@ _BEST_UNIFORM = 3
 _CUTS, _PARTS = 2, 4
 # A prediction that is off by more than this is told.
 _OFF = 2.0
-# How often a choice that exceeds a limit once all of it is counted is solved again with a tighter one.
+# How often a choice that turns out to take too long is solved again with a tighter limit.
 _TRIES = 5
 
 
@@ -252,7 +256,8 @@ class _Tuner:
         # together, since tokens that wait for their group stay exact on both sides.
         self.pairs = list(itertools.product(self.candidates["key"], self.candidates["value"]))
         self.bits = [
-            [self.ledger.count(self._pair_config(pair), layer)[0] for pair in self.pairs] for layer in self.ledger.layers
+            [self.ledger.count(self._pair_config(pair), layer)[0] for pair in self.pairs]
+            for layer in self.ledger.layers
         ]
         self.numbers = self.ledger.total(self.base)[1]
         self.shares: dict[tuple[int, Candidate], float] | None = None
@@ -343,16 +348,12 @@ class _Tuner:
             "sink_tokens": settings.sink_tokens,
         }
         wanted = [
-            (place, option, layer, candidate)
-            for place, (layer, side) in enumerate(self.groups)
-            for option, candidate in enumerate(self.candidates[side])
+            (layer, candidate) for layer in self.ledger.layers for side in SIDES for candidate in self.candidates[side]
         ]
-        self.klds = [[0.0] * len(self.candidates[side]) for _, side in self.groups]
-        self._errors = [[0.0] * len(self.candidates[side]) for _, side in self.groups]
         passes: Passes | None = None
         what = "measuring single layers"
         try:
-            for done, (place, option, layer, candidate) in enumerate(wanted):
+            for done, (layer, candidate) in enumerate(wanted):
                 self.report(what, done, len(wanted))
                 key = self.store.key("kld", **facts, layer=layer, changes=candidate.changes())
                 row = self.store.find(key)
@@ -371,9 +372,9 @@ class _Tuner:
                         "kld_stderr": divergence.std().item() / divergence.numel() ** 0.5,
                     }
                     about = {"window": settings.measure_window, "windows": settings.measure_windows}
-                    self.store.keep(key, "tune", about, row, time.perf_counter() - begin)
-                self.klds[place][option] = _finite(row["kld"], row)
-                self._errors[place][option] = row["kld_stderr"] or 0.0
+                    row = self.store.keep(key, "tune", about, row, time.perf_counter() - begin)
+                _finite(row["kld"], row)
+                self.klds[layer, candidate] = row
         finally:
             if passes is not None:
                 passes.__exit__()
@@ -384,7 +385,7 @@ class _Tuner:
         kinds = dict.fromkeys(self.ledger.layers.values())
         wanted = [(kind, side, candidate) for kind in kinds for side in SIDES for candidate in self.candidates[side]]
         other = {side: Candidate(side, REFERENCE) for side in SIDES}
-        shares: dict[Any, float] = {}
+        shares: dict[tuple[Geometry, Candidate], float] = {}
         what = "timing attention"
         for done, (kind, side, candidate) in enumerate(wanted):
             self.report(what, done, len(wanted))
@@ -393,12 +394,15 @@ class _Tuner:
             # What both sides share, and the other side's half, are taken to be as in the reference.
             shares[kind, candidate] = max(0.01, self._pair_ratio(kind, config) - 0.5)
         self.report(what, len(wanted), len(wanted))
-        self.times = [
-            [shares[self.ledger.layers[layer], c] * self._reference_seconds(layer) for c in self.candidates[side]]
-            for layer, side in self.groups
-        ]
         self.reference_time = sum(self._reference_seconds(layer) for layer in self.ledger.layers)
-        least, limit = sum(map(min, self.times)) / self.reference_time, self.settings.max_ratio_of_time
+        self.shares = {
+            (layer, candidate): shares[kind, candidate]
+            for layer, kind in self.ledger.layers.items()
+            for side in SIDES
+            for candidate in self.candidates[side]
+        }
+        least = sum(map(min, self._times())) / self.reference_time
+        limit = self.settings.max_ratio_of_time
         assert limit is not None
         if least > limit:
             raise ValueError(
@@ -406,7 +410,15 @@ class _Tuner:
                 f"{least:.3f} times at context {self.ledger.context}"
             )
 
-    def _timing(self, kind: Any, config: qkv.CacheConfig) -> Mapping[str, Any]:
+    def _times(self) -> list[list[float]]:
+        """Seconds of attention by layer and pair, as the sum of both sides' shares."""
+        assert self.shares is not None
+        return [
+            [self._reference_seconds(layer) * sum(self.shares[layer, each] for each in pair) for pair in self.pairs]
+            for layer in self.ledger.layers
+        ]
+
+    def _timing(self, kind: Geometry, config: qkv.CacheConfig) -> Mapping[str, Any]:
         facts: dict[str, Any] = {"geometry": repr(kind), "context": self.ledger.context, "rounds": self.settings.rounds}
         key = self.store.key("time", timed=True, **facts, config=config.to_dict())
         row = self.store.find(key)
@@ -420,16 +432,16 @@ class _Tuner:
             self.store.keep(key, "time of attention", facts, row, time.perf_counter() - begin)
         return row
 
-    def _pair_ratio(self, kind: Any, config: qkv.CacheConfig) -> float:
-        return float(self._timing(kind, replace(config, layers={}))["ratio"])
+    def _pair_ratio(self, kind: Geometry, config: qkv.CacheConfig) -> float:
+        return float(self._timing(kind, resolved(config, 0))["ratio"])
 
     def _reference_seconds(self, layer: int) -> float:
-        reference = replace(self.base, format=REFERENCE)
+        reference = resolved(replace(self.base, format=REFERENCE), layer)
         return float(self._timing(self.ledger.layers[layer], reference)["reference_seconds"])
 
     def _time_ratio(self, config: qkv.CacheConfig) -> float | None:
         """Time of attention in all layers over that with the reference, each pair of candidates measured as it is."""
-        if self.times is None:
+        if self.shares is None:
             return None
         spent = sum(
             self._reference_seconds(layer) * self._pair_ratio(kind, config.for_layer(layer))
@@ -442,29 +454,25 @@ class _Tuner:
     def _solve(self, budget: float | None, name: str) -> Plan | None:
         """The best choice within a budget of bits per value, or none, and within the limit on the time."""
         ratio = self.settings.max_ratio_of_time
-        tight, tight_ratio = budget, ratio
+        tight_ratio = ratio
         for _ in range(_TRIES):
             limits: list[float] = []
             weights: list[Sequence[Sequence[float]]] = []
-            if tight is not None:
-                limits.append(tight * self.numbers)
+            if budget is not None:
+                limits.append(budget * self.numbers)
                 weights.append(self.bits)
-            if tight_ratio is not None and self.times is not None:
+            if tight_ratio is not None:
                 limits.append(tight_ratio * self.reference_time)
-                weights.append(self.times)
-            found = solve(self.klds, [list(zip(*parts, strict=True)) for parts in zip(*weights, strict=True)], limits)
+                weights.append(self._times())
+            costs = [[self._kld(layer, pair) for pair in self.pairs] for layer in self.ledger.layers]
+            found = solve(costs, [list(zip(*parts, strict=True)) for parts in zip(*weights, strict=True)], limits)
             if found is None:
                 return None
             plan = self._plan(found, name)
-            # Both sides of a layer together may store, or take, another amount than each of them alone.
-            over = budget is not None and plan.bits > budget * (1 + 1e-9)
-            slow = ratio is not None and plan.time_ratio is not None and plan.time_ratio > ratio
-            if not over and not slow:
+            if ratio is None or tight_ratio is None or plan.time_ratio is None or plan.time_ratio <= ratio:
                 return plan
-            if over and tight is not None and budget is not None:
-                tight -= 1.01 * (plan.bits - budget)
-            if slow and tight_ratio is not None and plan.time_ratio is not None and ratio is not None:
-                tight_ratio *= 0.995 * ratio / plan.time_ratio
+            # Both sides of a layer together take more time than their shares say.
+            tight_ratio *= 0.995 * ratio / plan.time_ratio
         return None
 
     def _plan(self, found: Choice, name: str) -> Plan:
@@ -473,20 +481,23 @@ class _Tuner:
         return Plan(name, TUNED, config, bits, self._predict(found.picks), ratio, found.exact)
 
     def _predict(self, picks: Iterable[int]) -> float:
-        return sum(klds[pick] for klds, pick in zip(self.klds, picks, strict=True))
+        return sum(self._kld(layer, self.pairs[pick]) for layer, pick in zip(self.ledger.layers, picks, strict=True))
+
+    def _kld(self, layer: int, pair: Sequence[Candidate]) -> float:
+        # Of what changes nothing it can come out below 0, by rounding.
+        return sum(max(0.0, float(self.klds[layer, candidate]["kld"])) for candidate in pair)
 
     def _uniform(self) -> list[Plan]:
         """One candidate for all keys and one for all values: those that no other beats in bits and prediction."""
         plans = []
-        for i, key in enumerate(self.candidates["key"]):
-            for j, value in enumerate(self.candidates["value"]):
-                picks = [i if side == "key" else j for _, side in self.groups]
-                predicted = self._predict(picks)
-                config = self._config(picks)
-                name = key.name if key.name == value.name else f"{key.name} + {value.name}"
-                if any(name == preset.name and config != preset.config for preset in self.presets):
-                    name = f"{name}, uniform"
-                plans.append(Plan(name, "uniform", config, self.ledger.bits_per_value(config), predicted))
+        for place, (key, value) in enumerate(self.pairs):
+            picks = [place] * len(self.ledger.layers)
+            predicted = self._predict(picks)
+            config = self._config(picks)
+            name = key.name if key.name == value.name else f"{key.name} + {value.name}"
+            if any(name == preset.name and config != preset.config for preset in self.presets):
+                name = f"{name}, uniform"
+            plans.append(Plan(name, "uniform", config, self.ledger.bits_per_value(config), predicted))
         best: list[Plan] = []
         for plan in sorted(plans, key=lambda plan: (plan.bits, plan.predicted)):
             if not best or (plan.predicted or 0.0) < (best[-1].predicted or 0.0):
@@ -605,6 +616,8 @@ class _Tuner:
             baseline = scores[UNQUANTIZED]
             for name, found in scores.items():
                 scored = names.get(name)
+                if rows[scored] is not None:
+                    continue  # the unquantized cache comes along every time
                 row = {**summarize(found, baseline), "by_position": by_position(found, baseline)}
                 rows[scored] = self.store.keep(keys[scored], what, about, row, seconds)
         return {config: dict(row) for config, row in rows.items() if row is not None}
@@ -696,26 +709,28 @@ class _Tuner:
 
     def _cost_rows(self, chosen: Plan) -> list[dict[str, Any]]:
         rows = []
-        for place, (layer, side) in enumerate(self.groups):
+        for layer, kind in self.ledger.layers.items():
             own = chosen.config.for_layer(layer)
-            numbers = self.ledger.count(self.base, layer)[1] * self.ledger.layers[layer].width(side)
-            numbers //= sum(self.ledger.layers[layer].width(each) for each in SIDES)
-            for option, candidate in enumerate(self.candidates[side]):
-                share = None
-                if self.times is not None:
-                    share = self.times[place][option] / self._reference_seconds(layer)
-                rows.append(
-                    {
-                        "layer": layer,
-                        "side": side,
-                        "format": candidate.name,
-                        "bits_per_value": self.bits[place][option] / numbers,
-                        "kld": self.klds[place][option],
-                        "kld_stderr": self._errors[place][option],
-                        "time_share": share,
-                        "chosen": all(_value(own, name) == value for name, value in candidate.changes().items()),
-                    }
-                )
+            numbers = self.ledger.count(self.base, layer)[1]
+            for side in SIDES:
+                values = numbers * kind.width(side) // sum(map(kind.width, SIDES))
+                for candidate in self.candidates[side]:
+                    row = self.klds[layer, candidate]
+                    given = {name: side_value(own, side, name) for name in ("format", "granularity", "group_size")}
+                    if side == "key":
+                        given["equalize"] = own.equalize
+                    rows.append(
+                        {
+                            "layer": layer,
+                            "side": side,
+                            "format": candidate.name,
+                            "bits_per_value": self.ledger.side(candidate, layer, self.base) / values,
+                            "kld": row["kld"],
+                            "kld_stderr": row["kld_stderr"],
+                            "time_share": None if self.shares is None else self.shares[layer, candidate],
+                            "chosen": candidate == Candidate(side, **given),
+                        }
+                    )
         return rows
 
     def _front(
@@ -723,7 +738,7 @@ class _Tuner:
     ) -> list[dict[str, Any]]:
         """The solutions by budget; where the time is limited as well, only those that were validated."""
         solved = dict(points)
-        if self.times is None:
+        if self.shares is None:
             solved = {**self._solve_at(self._budgets(_FRONT_POINTS)), **solved}
         rows = []
         for budget, plan in sorted(solved.items()):
@@ -806,14 +821,6 @@ def _preset(name: str, model: PreTrainedModel) -> tuple[str, qkv.CacheConfig]:
 
 def _maker(config: qkv.CacheConfig) -> Any:
     return lambda model_config: qkv.QKVCache(model_config, config)
-
-
-def _value(config: qkv.CacheConfig, name: str) -> Any:
-    """A field of a set-up, of one side where both may differ: what it comes to there."""
-    value = getattr(config, name)
-    if value is None and name != "equalize":
-        value = getattr(config, name.partition("_")[2])
-    return value
 
 
 def _spread_over(plans: Sequence[Plan], count: int) -> list[Plan]:

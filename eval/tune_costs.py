@@ -190,6 +190,19 @@ class Geometry:
         return self.kv_heads * (self.key_dim if side == "key" else self.value_dim)
 
 
+def resolved(config: qkv.CacheConfig, layer: int) -> qkv.CacheConfig:
+    """The set-up of one layer with everything said for each side; equal for layers that are stored alike."""
+    own = config.for_layer(layer)
+    sides = {f"{side}_{name}": side_value(own, side, name) for side in SIDES for name in _FIELDS[:3]}
+    return replace(own, format="none", granularity=None, group_size=None, layers={}, **sides)
+
+
+def side_value(config: qkv.CacheConfig, side: str, name: str) -> Any:
+    """``format``, ``granularity`` or ``group_size`` of one side of a set-up."""
+    own = getattr(config, f"{side}_{name}")
+    return getattr(config, name) if own is None else own
+
+
 class Ledger:
     """Counts what set-ups store, by a real cache for each kind of layer.
 
@@ -217,9 +230,9 @@ class Ledger:
         Raises:
             ValueError: the set-up does not go with the layer.
         """
-        geometry, own = self.layers[layer], config.for_layer(layer)
+        geometry, own = self.layers[layer], resolved(config, layer)
         if (geometry, own) not in self._counted:
-            cache = qkv.QKVCache(self._model_config, replace(own, layers={}))
+            cache = qkv.QKVCache(self._model_config, own)
             generator = torch.Generator().manual_seed(0)
             keys, values = (
                 torch.randn(1, geometry.kv_heads, self.context, dim, generator=generator).to(self._dtype)

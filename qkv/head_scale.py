@@ -5,7 +5,8 @@ the sinks stay exact; then the scale of a head becomes ``HEAD_ROOM`` times what 
 later token exceeds it, the scale grows to ``HEAD_ROOM`` times what that token needs, for the tokens from there on: a
 new segment begins, since a segment has one scale per head, and the one before it gives its unused room back (up to 15
 tokens of keys stay unused: their tiles are of 16). Scales therefore depend on the tokens alone and not on how they were
-cut into updates. A token with a NaN or an infinity gets a segment whose scale is NaN for its head.
+cut into updates. A token with a NaN or an infinity gets a segment whose scale is NaN for its head. Where the other side
+has a scale per channel, and tokens are encoded a group at a time, all of that is said of groups.
 """
 
 from __future__ import annotations

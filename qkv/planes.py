@@ -144,7 +144,8 @@ class Plane:
     def write(self, offset: int, rows: torch.Tensor) -> None:
         """Encodes ``rows [batch, heads, n, dim]`` into the tokens from ``offset`` on.
 
-        With a scale per channel, whole groups of tokens: ``offset`` and n are multiples of the group.
+        With a scale per channel they end where a group does; the first group may have begun before them, with places
+        that hold nothing.
         """
         if rows.shape[2] == 0:
             return
@@ -156,10 +157,20 @@ class Plane:
         if self.format is None:
             self.codes[:, :, offset:end] = rows
             return
-        assert self.layout is not None
         if self.transform is not None:
             rows = self.transform.forward(rows)
-        vectors = self._vectors(rows)
+        assert self.scaling is not None
+        short = min(-offset % self.scaling.tokens, rows.shape[2])
+        if short:
+            self._encode(offset, rows[:, :, :short], short)
+        if short < rows.shape[2]:
+            self._encode(offset + short, rows[:, :, short:], self.scaling.tokens)
+
+    def _encode(self, offset: int, rows: torch.Tensor, together: int) -> None:
+        """Encodes transformed rows, with a scale per channel in groups of ``together`` tokens."""
+        assert self.format is not None
+        assert self.layout is not None
+        vectors = self._vectors(rows, together)
         if self.scaling == Scaling("head"):
             assert self.scale is not None
             scale, zero = self.scale.unsqueeze(-1), None
@@ -173,12 +184,12 @@ class Plane:
     # The format sees vectors, whatever shares a scale: [batch, heads, tokens, dim] (token, head), [batch, heads,
     # tokens, dim / group, group] (group) or [batch, heads, tokens / group, dim, group] (channel).
 
-    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+    def _vectors(self, rows: torch.Tensor, together: int) -> torch.Tensor:
         assert self.scaling is not None
         if self.scaling.granularity == "group":
             return rows.unflatten(3, (-1, self.scaling.group))
         if self.scaling.granularity == "channel":
-            return rows.unflatten(2, (-1, self.scaling.group)).transpose(3, 4)
+            return rows.unflatten(2, (-1, together)).transpose(3, 4)
         return rows
 
     def _rows(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -236,7 +247,7 @@ class Plane:
         # Whole groups of tokens, of which the first and the last may stick out.
         size = self.scaling.tokens
         begin, end = offset // size * size, -(-(offset + n) // size) * size
-        vectors = self._vectors(self.read_codes(begin, end - begin))
+        vectors = self._vectors(self.read_codes(begin, end - begin), size)
         plain = self.transform is None
         decoded = self.format.decode(
             vectors, scale, out.dtype if plain else torch.float32, self._get(self.offset, offset, n)
@@ -383,14 +394,15 @@ class Segment:
         key, value: the planes.
         capacity: tokens that fit.
         length: tokens stored.
-        start: index of the first stored token; those before it have left (a residual or a sliding window).
+        start: index of the first stored token; those before it have left (a residual or a sliding window), or their
+            places were never used.
     """
 
     __slots__ = ("_step", "capacity", "key", "length", "start", "value")
 
-    def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0):
+    def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0, start: int = 0):
         self._step: _Step | None = None
-        self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, 0
+        self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, start
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.key.write(self.start + self.length, keys)

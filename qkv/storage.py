@@ -10,8 +10,9 @@ and its codes are never read, moved or encoded again. Packed tokens live in segm
 allocated as they are needed: nothing old is copied when the store grows, and the spare room is bounded.
 
 With a scale per channel tokens are encoded a group at a time: those of the last, unfinished group are in the residual
-window too, until it is full. A crop that cuts a group leaves its tokens encoded as they are, and the next group begins
-there, in a new segment.
+window too, until it is full. Groups end at positions that are multiples of their size. The first one, behind the sinks,
+is shorter; so is one that begins where a crop cut another: what that had encoded stays as it is, and a new segment
+begins.
 
 A layer with a sliding window forgets tokens in front as it grows: segments that are out of the window are dropped
 whole, and of the first one that is not, the tokens in front are hidden. How scales per head come about is in
@@ -31,6 +32,7 @@ from math import lcm
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn.functional import pad
 
 from qkv.config import CacheConfig
 from qkv.equalizer import WARM_UP_TOKENS as EQUALIZER_TOKENS
@@ -79,8 +81,7 @@ class Late:
         first: position of the first of them.
         residual_length: tokens that a query sees exactly, its own included.
         warm: tokens that have to have come before anything is encoded.
-        group: tokens that are encoded together, counted from ``base`` on.
-        base: position at which a group begins.
+        group: tokens that are encoded together, up to a position that is a multiple of it.
     """
 
     segment: Segment
@@ -88,11 +89,10 @@ class Late:
     residual_length: int
     warm: int
     group: int
-    base: int
 
     def stored(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether the query at position ``query`` sees the token at ``key`` as stored (elementwise, broadcast)."""
-        end = self.base + ((key - self.base) // self.group + 1) * self.group
+        end = (key // self.group + 1) * self.group
         return (end <= query + 1 - self.residual_length) & (query + 1 >= self.warm)
 
     def from_position(self, position: int) -> Late | None:
@@ -370,8 +370,8 @@ class LayerStore:
             return None
         keep = self._tokens_to_keep()
         waiting = self.residual.length if self.residual is not None else 0
-        leaving = max(0, waiting + keys.shape[2] - keep)
-        leaving -= leaving % self.group
+        end = self.length - keep
+        leaving = max(0, waiting + keys.shape[2] - keep - end % self.group)
         if leaving and waiting:
             assert self.residual is not None
             old = min(leaving, waiting)
@@ -392,7 +392,7 @@ class LayerStore:
             if new:
                 late_keys = torch.cat([gone[0], keys[:, :, :new]], dim=2) if old else keys[:, :, :new]
                 late_values = torch.cat([gone[1], values[:, :, :new]], dim=2) if old else values[:, :, :new]
-            self._pack(late_keys, late_values)
+            self._pack(late_keys, late_values, first_packed + into_sink)
         if n == 1 or leaving == 0 or not self.quantized:
             return None
         warm = 0 if encoded_before else self.warm
@@ -400,8 +400,7 @@ class LayerStore:
         if self.config.prefill == "stored" and at_once and before + 1 >= warm:
             return None
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
-        first = first_packed + into_sink
-        return Late(exact, first, self.config.residual_length, warm, self.group, first)
+        return Late(exact, first_packed + into_sink, self.config.residual_length, warm, self.group)
 
     def _append_one(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """The usual step of decoding, without a look at anything that it does not need; False: it is not this one.
@@ -501,23 +500,25 @@ class LayerStore:
         self.residual = self._with_room(self.residual, keys, values, keys.shape[2])
         self.residual.append(keys, values)
 
-    def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
+        """Encodes tokens, the first of them at ``position``: whole groups, or what is left of one."""
         self.packed_length += keys.shape[2]
         first_ever, self._encoded = not self._encoded, True
         if first_ever:
             self._fix_vectors(keys)
         if self._key_head is None and self._value_head is None:
-            self._fill(keys, values, None, None)
+            self._fill(keys, values, None, None, position)
             return
         if first_ever:
             self._fix_scales(keys, values)
         sides = [
-            (scale, scale.format.magnitude(x if transform is None else transform.forward(x)))
+            (scale, self._magnitude(scale, x, transform, position))
             for scale, x, transform in zip(
                 (self._key_head, self._value_head), (keys, values), self._transforms, strict=True
             )
             if scale is not None
         ]
+        # Tokens that are encoded together have one magnitude: they share a segment.
         done, total = 0, keys.shape[2]
         while done < total:
             effective = [scale.effective(magnitude[:, :, done]) for scale, magnitude in sides]
@@ -526,8 +527,19 @@ class LayerStore:
             key_scale = next(chosen) if self._key_head is not None else None
             value_scale = next(chosen) if self._value_head is not None else None
             span = slice(done, done + run)
-            self._fill(keys[:, :, span], values[:, :, span], key_scale, value_scale)
+            self._fill(keys[:, :, span], values[:, :, span], key_scale, value_scale, position + done)
             done += run
+
+    def _magnitude(
+        self, scale: HeadScale, x: torch.Tensor, transform: Transform | None, position: int
+    ) -> torch.Tensor:
+        """The largest magnitude of the tokens that are encoded together, for each of them: ``[batch, heads, tokens]``."""
+        magnitude = scale.format.magnitude(x if transform is None else transform.forward(x))
+        if self.group == 1:
+            return magnitude
+        in_front = position % self.group
+        groups = pad(magnitude, (in_front, 0)).unflatten(2, (-1, self.group))
+        return groups.amax(dim=3, keepdim=True).expand_as(groups).flatten(2)[:, :, in_front:]  # NaN where one is
 
     def _fix_vectors(self, keys: torch.Tensor) -> None:
         """Takes the vectors for equalizing keys from the first tokens."""
@@ -559,13 +571,15 @@ class LayerStore:
         values: torch.Tensor,
         key_scale: torch.Tensor | None,
         value_scale: torch.Tensor | None,
+        position: int,
     ) -> None:
         if self._open and not self._same_scales(key_scale, value_scale):
             self._close()
         done, total = 0, keys.shape[2]
         while done < total:
             if not self._open or self.packed[-1].room == 0:
-                self.packed.append(self._packed_segment(keys, values, key_scale, value_scale))
+                segment = self._packed_segment(keys, values, key_scale, value_scale, (position + done) % self.group)
+                self.packed.append(segment)
                 self._open = True
             segment = self.packed[-1]
             n = min(total - done, segment.room)
@@ -595,17 +609,19 @@ class LayerStore:
         values: torch.Tensor,
         key_scale: torch.Tensor | None,
         value_scale: torch.Tensor | None,
+        start: int,
     ) -> Segment:
+        """A new segment; its first ``start`` places stay empty, so that groups end where they should."""
         if self._empty:
             segment = self._empty.pop()
-            segment.start = segment.length = 0
+            segment.start, segment.length = start, 0
             for plane, scale in ((segment.key, key_scale), (segment.value, value_scale)):
                 if scale is not None:
                     assert plane.scale is not None
                     plane.scale.copy_(scale)
             self.version += 1
             return segment
-        capacity = self._packed_capacity()
+        capacity = self._packed_capacity(start)
         sides = ((keys, self.key_format, key_scale, True), (values, self.value_format, value_scale, False))
         planes = [
             Plane(x, capacity, format, is_key, scaling, None if scale is None else scale.clone(), transform)
@@ -614,13 +630,13 @@ class LayerStore:
             )
         ]
         self.version += 1
-        return Segment(planes[0], planes[1], capacity)
+        return Segment(planes[0], planes[1], capacity, start=start)
 
-    def _packed_capacity(self) -> int:
-        """Tokens of the next packed segment, a number of whole groups."""
+    def _packed_capacity(self, start: int) -> int:
+        """Places of the next packed segment, a number of whole groups, of which the first ``start`` stay empty."""
         if self.capacity is not None and not self._window:
             left = self.capacity - self.config.sink_tokens - sum(segment.length for segment in self.packed)
-            return -(-left // self.group) * self.group
+            return -(-(start + left) // self.group) * self.group
         small = self._window or (self._has_window and self.length < LARGE_STORE_TOKENS)
         most = SMALL_SEGMENT_TOKENS if small else SEGMENT_TOKENS
         # The first segments of a short cache are small, so that it is never much larger than what it holds.

@@ -22,7 +22,8 @@ LARGEST_BFLOAT16 = (2.0 - 2.0**-7) * 2.0**127
 WARM_UP = 64
 HEAD_ROOM = 1.25
 EQUALIZER_TOKENS = 128
-EQUALIZER_POWER = 0.7
+# A channel this many times as far from its centre as the median one is an outlier; this part of it is the least.
+EQUALIZER_OUTLIER, EQUALIZER_LEAST = 2.0, 2.0**-8
 
 # Codes and decoded numbers of one vector: what a format is, elsewhere defined.
 Codec = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -33,9 +34,28 @@ def rotated(format: str | None) -> bool:
     return format is not None and format.endswith("_rot")
 
 
-def default_granularity(format: str) -> str:
+def default_granularity(format: str, is_key: bool) -> str:
     """What shares a scale unless it is said."""
-    return "group" if format in AFFINE_BITS else "token"
+    if format in AFFINE_BITS:
+        return "channel" if is_key else "group"
+    return "token"
+
+
+def default_group(format: str) -> int:
+    """Channels, or tokens, that share a scale unless it is said, where they divide the head."""
+    return 64 if format in AFFINE_BITS and rotated(format) else 32
+
+
+def equalized(format: str, granularity: str) -> bool:
+    """Whether keys are equalized unless it is said."""
+    if format in AFFINE_BITS:
+        return rotated(format)
+    return format == "int8" and granularity != "channel"
+
+
+def equalizing_power(format: str) -> float:
+    """How much channels that are no outliers are made alike."""
+    return 0.0 if format in AFFINE_BITS and rotated(format) else 0.6
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -220,7 +240,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
         return x * np.float32(rotation_block(dim) ** -0.5)
 
 
-def equalizing_vectors(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def equalizing_vectors(keys: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
     """Centre and multiplier, float32 ``[heads, dim]``, of keys ``[batch, heads, tokens, dim]``; see equalizer.py."""
     heads, dim = keys.shape[1], keys.shape[3]
     centre, multiplier = np.zeros((2, heads, dim), dtype=np.float32)
@@ -231,10 +251,13 @@ def equalizing_vectors(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             x = x[np.isfinite(x)]
             centre[h, d] = math.fsum(x) / max(len(x), 1)
             distances.append(max((abs(v - float(centre[h, d])) for v in x), default=0.0))
-        top = max(distances)
-        logs = [math.log(max(d, top * 2.0**-12)) if top > 0 else 0.0 for d in distances]
-        mean = math.fsum(logs) / dim
-        multiplier[h] = [math.exp(EQUALIZER_POWER * (x - mean)) for x in logs]
+        usual = sorted(distances)[(dim - 1) // 2] or max(distances)
+        for d in range(dim):
+            ratio = max(distances[d] / usual, EQUALIZER_LEAST) if usual else 1.0
+            if ratio > EQUALIZER_OUTLIER:
+                multiplier[h, d] = EQUALIZER_OUTLIER**power * (ratio / EQUALIZER_OUTLIER)
+            else:
+                multiplier[h, d] = ratio**power
     return centre, multiplier
 
 
@@ -263,8 +286,8 @@ class Store:
         granularities: ``token``, ``head``, ``group`` or ``channel``, of keys and of values; None: the format's own.
         residual, sink: tokens at the end and at the beginning that stay exact.
         given: scales per head, or None.
-        groups: channels or tokens that share a scale, of keys and of values; None: 32, or what fits.
-        equalize: whether keys are equalized; None: those of int8 are, unless scales are per channel or given.
+        groups: channels or tokens that share a scale, of keys and of values; None: the format's own, or what fits.
+        equalize: whether keys are equalized; None: where the format gains by it and no scale is given.
         vectors: given centre and multiplier of keys, ``[heads, dim]``, or None.
         codecs: formats that are not defined here.
     """
@@ -283,15 +306,14 @@ class Store:
     ):
         self.formats, self.residual, self.sink, self.given, self.groups = formats, residual, sink, given, groups
         self.granularities = tuple(
-            g or ("token" if f is None else "head" if s is not None else default_granularity(f))
-            for f, g, s in zip(formats, granularities, given, strict=True)
+            g or ("token" if f is None else "head" if s is not None else default_granularity(f, is_key))
+            for f, g, s, is_key in zip(formats, granularities, given, (True, False), strict=True)
         )
-        self.given_vectors, self.codecs = vectors, codecs or {}
+        self.codecs = codecs or {}
         if equalize is None:
-            equalize = formats[0] == "int8" and self.granularities[0] != "channel" and given[0] is None
-        has_vectors = any(x is not None for x in vectors)
-        self.equalize = formats[0] is not None and (equalize or has_vectors)
-        self.takes_vectors = self.equalize and not has_vectors
+            equalize = formats[0] is not None and given[0] is None and equalized(formats[0], self.granularities[0])
+        # Whether they are taken from the first tokens.
+        self.takes_vectors = formats[0] is not None and equalize and all(x is None for x in vectors)
         self.vectors = vectors
         # Tokens that are encoded together, and the position where the next of them begin.
         self.together = math.lcm(*(self._size(side) if self._per_channel(side) else 1 for side in (0, 1)))
@@ -303,11 +325,9 @@ class Store:
 
     def _size(self, side: int, dim: int | None = None) -> int:
         """Tokens in a group (channel), or channels (group) of ``dim``."""
-        size = self.groups[side]
-        if size is None:
-            size = 32
-            if dim is not None:
-                size = next((n for n in (32, 16) if dim % n == 0), dim)
+        size = self.groups[side] or default_group(self.formats[side])
+        if self.groups[side] is None and dim is not None:
+            size = next((n for n in (64, 32, 16) if n <= size and dim % n == 0), dim)
         return size
 
     def warms_up(self) -> bool:
@@ -329,7 +349,8 @@ class Store:
             return
         while self.edge + self.together <= len(self.tokens) - self.residual:
             if self.edge == self.sink and self.takes_vectors:
-                self.vectors = equalizing_vectors(self._first(0, EQUALIZER_TOKENS))
+                first = self._first(0, EQUALIZER_TOKENS)
+                self.vectors = equalizing_vectors(first, equalizing_power(self.formats[0]))
             self._encode(self.edge, self.edge + self.together)
             self.edge += self.together
 

@@ -24,10 +24,9 @@ def every_setup() -> dict[str, dict[str, Any]]:
         if format is None:
             continue
         # Equalizing has nothing to do with what shares a scale: once for each format, by turns, and for int8 always.
-        equalized = (
-            format.granularities if format.equalized else [format.granularities[next(turn) % len(format.granularities)]]
-        )
-        for granularity in format.granularities:
+        each = format.granularities
+        equalized = each if name == "int8" else [each[next(turn) % len(each)]]
+        for granularity in each:
             options: dict[str, Any] = {"format": name, "granularity": granularity, "equalize": False}
             if granularity == "channel":
                 options["group_size"] = GROUP_TOKENS

@@ -2,16 +2,17 @@
 
 How much a result may be off, unless a test says otherwise, as root mean square over the output:
 
-* Where nothing is quantized, and for decoding followed by torch: twice the error of plain attention in float32 (or in
-  bfloat16 and float16), and eight units in the last place for when that was lucky.
-* Kernel over 8 bits: a twentieth of the error that quantization itself makes, on top of that. The error of quantization
-  is that of exact attention over the stored numbers against exact attention over the given ones.
-* Kernel over fewer bits: what it rounds (the query and the weights, to 16 bits) does not depend on the bits of the codes,
-  while the error of quantization doubles with every bit less. So it is a twentieth of ``2**(bits - 8)`` of it. Codes with
-  a zero point do not lie around zero, and meet that rounding three times as large: three times as much.
+* Decoding followed by torch in bfloat16 and float16: twice the error of plain attention in that type, and eight units
+  in the last place for when that was lucky. In float32, and of the kernel where nothing is quantized, likewise.
+* Kernel over 8 bits: on top of that a twentieth of the error that quantization itself makes, which is that of exact
+  attention over the stored numbers against exact attention over the given ones.
+* Kernel over fewer bits: what it rounds (the query and the weights, to 16 bits) does not depend on the bits of codes,
+  while the error of quantization doubles with every bit less. So it is a twentieth of ``2**(bits - 8)`` of it. Codes
+  with a zero point do not lie around zero, and meet that rounding three times as large: three times as much.
 * In bfloat16 and float16 the rounding of the output comes on top, which nobody can avoid.
 
-On hard data, made to break it, a twentieth of the error of quantization, whatever the bits.
+On hard data, made to break it, a tenth of the error of quantization, whatever the bits; and a fifth where quantization
+leaves less than half of what attention says, so that its error cannot grow any more.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ from qkv import native
 from qkv.attention import attention, choose, dense, reference
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
-from qkv.equalizer import equalizing_vectors
-from qkv.formats import formats, get_format, register
-from qkv.head_scale import WARM_UP_TOKENS
+from qkv.formats import get_format, register
 from qkv.storage import LayerStore, Run
 from qkv.view import KVView
 
@@ -89,12 +88,13 @@ SHAPES = [
 # Head sizes that every format has, and groups of tokens that end in the middle of a block.
 USUAL = [Shape(2, 2, 3, 1, 97, 64, 64), Shape(1, 1, 7, 6, 300, 96, 32), Shape(1, 2, 2, 4, 257, 128, 64)]
 # Three of everything: a format of 8 bits, one with zero points, rotated or not, a code book.
-SOME = [
+CHANNELS = {"key_format": "int4", "key_granularity": "channel", "key_group_size": GROUP_TOKENS, "equalize": False}
+SOME: list[dict[str, Any]] = [
     {"format": "int8", "equalize": False},
     {"format": "int8", "granularity": "head", "equalize": True},
-    {"format": "fp8_e4m3", "value_format": "int4_rot"},
-    {"format": "int4", "key_granularity": "channel", "key_group_size": GROUP_TOKENS, "value_format": "int3_rot"},
-    {"format": "nf4", "key_format": "int5_rot", "equalize": True},
+    {"format": "int4_rot", "key_format": "fp8_e4m3"},
+    {"format": "int3_rot", **CHANNELS},
+    {"format": "nf4", "key_format": "int5_rot", "key_granularity": "group", "equalize": True},
 ]
 each_of_some = pytest.mark.parametrize("options", SOME, ids=lambda o: " ".join(map(str, o.values())))
 
@@ -120,10 +120,15 @@ def random_data(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 def store_for(data: Data, config: CacheConfig) -> LayerStore:
     """An empty store; where keys are to be equalized the vectors are given, so that it begins with the first token."""
-    if not config.equalize:
-        return LayerStore(config)
-    centre, multiplier = equalizing_vectors(data.keys)
-    return LayerStore(config, key_centre=centre, key_multiplier=multiplier)
+    return LayerStore(config, **(vectors_for(data.keys) if config.equalize else {}))
+
+
+def vectors_for(keys: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A centre and a multiplier of keys; of a few tokens, and not those that would be chosen."""
+    heads, dim = keys.shape[1], keys.shape[3]
+    multiplier = 10.0 ** (torch.rand(heads, dim, generator=torch.Generator().manual_seed(dim)) - 0.5)
+    centre = keys.float().nan_to_num(0.0, 0.0, 0.0).mean(dim=(0, 2)) if keys.shape[2] else torch.ones(heads, dim)
+    return {"key_centre": centre, "key_multiplier": multiplier}
 
 
 def view_of(data: Data, config: CacheConfig) -> KVView:
@@ -204,14 +209,16 @@ class Wanted:
         plain_type = dtype if backend == "dense" else torch.float32
         floor = 2 * rms(plain(self.stored, plain_type, **self.how) - self.exact)
         floor += 2.0**-20 * float(np.abs(self.exact).max(initial=0.0))
-        return floor if backend == "dense" else floor + self.quantization * self.part()
+        return floor if plain_type != torch.float32 else floor + self.quantization * self.part()
 
     def part(self) -> float:
         """Of the error of quantization, that a kernel may make."""
         store = self.view.store
         used = [format for format in (store.key_format, store.value_format) if format is not None]
-        if self.hard or not used:
-            return 1 / 20
+        if self.hard:
+            return 1 / 10 if self.quantization < rms(self.exact) / 2 else 1 / 5
+        if not used:
+            return 0.0
         return min(2.0 ** (f.bits - 8) for f in used) / 20 * (3 if any(f.offset for f in used) else 1)
 
     def check(self, backend: str, out: torch.Tensor | None = None) -> None:
@@ -226,9 +233,8 @@ class Wanted:
         if backend in INSTRUCTION_SETS and self.data.query.shape[2] > MAX_QUERIES:
             backend = "dense"  # which served
         allowed = rounding * (1 + 1e-6) + self.allowed(backend, out.dtype)
-        assert error <= allowed, (
-            f"{backend}: off by {error:.3g}, not {allowed:.3g}; quantization {self.quantization:.3g}"
-        )
+        told = f"{backend}: off by {error:.3g}, not {allowed:.3g}; quantization {self.quantization:.3g}"
+        assert error <= allowed, told
 
 
 def assert_close(backend: str, data: Data, view: KVView, **how: Any) -> None:
@@ -293,9 +299,8 @@ def test_keys_and_values_may_have_different_formats(key: str, value: str) -> Non
 def test_groups_of_every_size_are_read(name: str, granularity: str, size: int) -> None:
     for shape in (Shape(1, 1, 3, 2, 257, 128, 128), Shape(2, 1, 1, 1, 1000, 128, 256)):
         data = random_data(shape)
-        assert_all_close(
-            data, view_of(data, CacheConfig(name, granularity=granularity, group_size=size, equalize=False))
-        )
+        config = CacheConfig(name, granularity=granularity, group_size=size, equalize=False)
+        assert_all_close(data, view_of(data, config))
 
 
 @each_quantized_setup
@@ -340,11 +345,11 @@ def test_no_sum_of_products_overflows(name: str) -> None:
         if not fits(SETUPS[name], dim, dim):
             continue
         signs = torch.tensor([1.0, -1.0]).repeat(dim // 2 + 1)[:dim]
-        tokens = torch.full((1, 1, 300, dim), 0.7) * signs
+        tokens = torch.full((1, 1, 304, dim), 0.7) * signs
         tokens[:, :, 1::2] *= -1  # for those that share a scale over tokens
         query = torch.cat([signs, -signs]).view(1, 2, 1, dim)
         view = view_of(Data(query, tokens, tokens), config_of(name, equalize=False))
-        seen = (torch.arange(300) % 2 == 0).view(1, 1, 1, 300)
+        seen = (torch.arange(304) % 2 == 0).view(1, 1, 1, 304)
         for isa, scale in itertools.product(INSTRUCTION_SETS, (dim**-0.5, 1e-4)):
             out = run(isa, query, view, softmax_scale=scale, mask=seen)
             wanted = exact(query, *view.decode(torch.float64), softmax_scale=scale, mask=seen)
@@ -385,7 +390,7 @@ def test_the_first_tokens_of_a_run_can_be_hidden(name: str) -> None:
     chance = random.Random(name)
     for hidden in chance.sample([1, 15, 16, 17, 27, 100, 255, 256, 257, 285], 5):
         data = random_data(shape)
-        # A token that is not finite spoils all that have their scale from it: it is one of a group that is hidden whole.
+        # A token that is not finite spoils all that have their scale from it: those are hidden all.
         together = GROUP_TOKENS if "channel" in name else 1
         odd = (hidden - sink) // together * together + sink - 1 if hidden > sink else hidden - 1
         if odd >= 0:
@@ -502,11 +507,8 @@ def test_any_combination_of_setups_shape_mask_softcap_and_sinks_equals_the_oracl
         residual_length=data.draw(st.sampled_from([0, 0, 3, 40])),
         sink_tokens=data.draw(st.sampled_from([0, 0, 2])),
     )
-    sizes = {
-        f"{side}_group_size": group_size
-        for side in ("key", "value")
-        if getattr(config, f"{side}_granularity") == "channel"
-    }
+    by_channel = [side for side in ("key", "value") if getattr(config, f"{side}_granularity") == "channel"]
+    sizes = {f"{side}_group_size": group_size for side in by_channel}
     view = view_of(inputs, replace(config, **sizes))
     mask = some_mask(kind, shape, seed, torch.float32)
     logits = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if sinks else None
@@ -731,7 +733,7 @@ HARD = [
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_on_hard_data_the_error_of_the_kernel_stays_below_a_twentieth_of_that_of_quantization(kind: str) -> None:
+def test_on_hard_data_the_error_of_the_kernel_stays_far_below_that_of_quantization(kind: str) -> None:
     for (index, name), dtype in itertools.product(enumerate(SETUPS), (torch.float32, torch.bfloat16)):
         data, how = hard_data(kind, dtype)
         wanted = Wanted(data, view_of(data, config_of(name, residual_length=index % 2 * 40)), hard=True, **how)
@@ -765,7 +767,7 @@ def lost(data: Data, **options: Any) -> float:
 
 
 def test_int8_survives_keys_with_a_few_huge_constant_channels() -> None:
-    """Case 1: with a scale per token and head not even half of what attention says is lost; equalized, hardly anything."""
+    """Case 1: with a scale per token and head not even half of what attention says is lost; equalized, a little."""
     assert lost(with_huge_channels(1), format="int8", equalize=False) < 0.5
     for factor in (0.0, 1.0, 1000.0):
         assert lost(with_huge_channels(factor), format="int8") < 0.03
@@ -794,9 +796,7 @@ def spoilt_channels(view: KVView, options: dict[str, Any], channel: int, dim: in
     assert scaling is not None
 
     def whole(channels: set[int], size: int) -> set[int]:
-        return {
-            start + i for start in range(0, dim, size) for i in range(size) if channels & {*range(start, start + size)}
-        }
+        return {first + i for first in {c // size * size for c in channels} for i in range(size)}
 
     # A rotation mixes the channels of its block, on the way in and on the way out.
     block = dim & -dim if format.rotated else 1
@@ -815,10 +815,9 @@ def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_
         config = config_of(name, sink_tokens=sink)
         clean, data = random_data(shape), random_data(shape)
         getattr(data, side)[1, 0, position, channel if side == "values" else 3] = odd
-        vectors = equalizing_vectors(clean.keys) if config.equalize else (None, None)
         views = []
         for x in (clean, data):
-            store = LayerStore(config, key_centre=vectors[0], key_multiplier=vectors[1])
+            store = store_for(clean, config)
             store.append(x.keys, x.values)
             views.append(KVView(store))
         # Exact tokens stay as they are; of what is encoded together all or nothing is a number.
@@ -925,26 +924,24 @@ def one_by_one(
 PASSES = [(0, 8), (0, 30), (0, 64), (0, 70), (60, 8), (62, 3), (63, 2), (40, 40), (70, 8), (100, 20), (5, 90)]
 # Where the vectors of equalized keys come: with the 128th token, behind the sinks.
 LONG_PASSES = [(0, 140), (120, 8), (125, 5), (127, 1), (128, 8), (60, 80), (131, 4)]
-CHANNELS = {"key_format": "int4", "key_granularity": "channel", "key_group_size": 16}
+PLAIN = CacheConfig("int8", equalize=False)
 WAYS: dict[str, CacheConfig] = {
-    "token": CacheConfig("int8", equalize=False),
-    "residual": CacheConfig("int8", equalize=False, residual_length=5),
+    "token": PLAIN,
+    "residual": replace(PLAIN, residual_length=5),
     "fp8 residual sinks": CacheConfig("fp8_e4m3", residual_length=3, sink_tokens=4),
-    "head": CacheConfig("int8", equalize=False, granularity="head"),
-    "head residual sinks": CacheConfig("int8", equalize=False, granularity="head", residual_length=6, sink_tokens=2),
-    "head long residual": CacheConfig("int8", equalize=False, granularity="head", residual_length=80),
+    "head": replace(PLAIN, granularity="head"),
+    "head residual sinks": replace(PLAIN, granularity="head", residual_length=6, sink_tokens=2),
+    "head long residual": replace(PLAIN, granularity="head", residual_length=80),
     "mixed": CacheConfig("none", value_format="int8", residual_length=5),
-    "group": CacheConfig("int4_rot"),
-    "channel": CacheConfig("int4", granularity="channel", group_size=16),
-    "channel residual sinks": CacheConfig(
-        "int4", **CHANNELS, value_format="int4_rot", residual_length=5, sink_tokens=3
-    ),
+    "group": CacheConfig("int4_rot", granularity="group", equalize=False),
+    "channel": CacheConfig("int4", granularity="channel", group_size=16, equalize=False),
+    "channel residual sinks": CacheConfig("int4_rot", **CHANNELS, residual_length=5, sink_tokens=3),
     "channels of two sizes": CacheConfig(
-        "int3", granularity="channel", key_group_size=32, value_group_size=16, residual_length=20
+        "int3", granularity="channel", key_group_size=32, value_group_size=16, equalize=False, residual_length=20
     ),
     "equalized": CacheConfig("int8"),
     "equalized residual sinks": CacheConfig("int8", residual_length=6, sink_tokens=3),
-    "equalized channel": CacheConfig("int8", **CHANNELS, equalize=True, residual_length=2),
+    "equalized channel": CacheConfig("int8", **{**CHANNELS, "equalize": True}, residual_length=2),
 }
 
 
@@ -1061,7 +1058,7 @@ def test_equalized_keys_meet_a_query_that_is_folded_alike(name: str) -> None:
     centre = 30 * torch.randn(2, 64, generator=generator)
     softcap, sinks = {"softcap": 5.0}, {"sinks": torch.randn(6, generator=generator)}
     hows: list[dict[str, Any]] = [{}, softcap, sinks, {**softcap, **sinks}]
-    for given, how, dtype in zip(
+    for which, how, dtype in zip(
         [("multiplier",), ("centre",), ("multiplier", "centre"), ("centre", "multiplier")],
         random.Random(name).sample(hows, 4),
         (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
@@ -1069,10 +1066,10 @@ def test_equalized_keys_meet_a_query_that_is_folded_alike(name: str) -> None:
     ):
         data = random_data(Shape(2, 2, 3, 2, 150, 64, 32), dtype)
         vectors, keys, query = {}, data.keys.float(), data.query.float()
-        if "multiplier" in given:
+        if "multiplier" in which:
             keys, query = keys * multiplier.unsqueeze(1), query / multiplier.repeat_interleave(3, dim=0).unsqueeze(1)
             vectors["key_multiplier"] = multiplier
-        if "centre" in given:
+        if "centre" in which:
             keys = keys + centre.unsqueeze(1)
             vectors["key_centre"] = centre
         data = Data(query.to(dtype), keys.to(dtype), data.values)

@@ -130,8 +130,8 @@ def results() -> dict[str, dict[str, Any]]:
     ]  # fmt: skip
     tune = [
         {"layer": layer, "side": side, "format": name, "bits_per_value": bits, "kld": kld * (layer + 1),
-         "kld_stderr": kld / 9, "time_share": None, "chosen": (name == "int4") == (layer > 2)}
-        for layer in range(6)
+         "kld_stderr": kld / 9, "time_share": None, "chosen": (name == "int4") == (layer > 0)}
+        for layer in range(2)
         for side in ("key", "value")
         for name, (bits, kld, _) in {name: CACHES[name] for name in ("int8", "int4")}.items()
     ]  # fmt: skip
@@ -505,7 +505,7 @@ def test_without_results_or_matplotlib_it_says_what_is_missing(monkeypatch: pyte
 
 # ---- in a browser --------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT = 1280, 16000
+WIDTH, HEIGHT = 1280, 16380
 # Put into a copy of the page: it writes down where things lie.
 MEASURE = """<script>
 const boxes = [];

@@ -157,7 +157,6 @@ def test_the_oracle_knows_every_format_with_a_zero_point_and_every_symmetric_one
     assert set(QUANTIZED) - others == set(oracle.FORMATS)
     for name in oracle.FORMATS:
         assert get_format(name).rotated == oracle.rotated(name)
-        assert get_format(name).granularities[0] == oracle.default_granularity(name)
 
 
 @each_symmetric

@@ -6,8 +6,8 @@ import copy
 import gc
 import itertools
 import pickle
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import oracle
@@ -16,203 +16,159 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import INSTRUCTION_SETS, using
+from setups import GROUP_TOKENS, SETUPS
+from stores import (
+    SIZES,
+    SOME,
+    Pair,
+    add,
+    assert_equals,
+    assert_same,
+    bits,
+    config_of,
+    configs,
+    contents,
+    decoded,
+    each_setup,
+    exact_tokens,
+    filled,
+    joined,
+    kv,
+    like,
+    part,
+    sizes,
+    snapshot,
+    some_setups,
+    stepwise,
+    vectors,
+)
 
 from qkv.config import CacheConfig
-from qkv.formats import formats
+from qkv.equalizer import WARM_UP_TOKENS as EQUALIZER_TOKENS
+from qkv.formats import formats, get_format
 from qkv.head_scale import HEAD_ROOM, WARM_UP_TOKENS
-from qkv.storage import SEGMENT_TOKENS, LayerStore
+from qkv.storage import SEGMENT_TOKENS, Late, LayerStore
 from qkv.view import KVView
 
 QUANTIZED = [name for name in formats() if name != "none"]
-each_format = pytest.mark.parametrize("name", QUANTIZED)
-each_granularity = pytest.mark.parametrize("granularity", ["token", "head"])
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def kv(
-    n: int, batch: int = 2, heads: int = 2, key_dim: int = 6, value_dim: int = 5, seed: int = 0, growing: float = 0.0
-) -> Pair:
-    """Keys and values of ``n`` tokens; with ``growing``, some tokens are larger by up to ten to that power."""
-    generator = torch.Generator().manual_seed(seed)
-    pair = []
-    for dim in (key_dim, value_dim):
-        x = torch.randn(batch, heads, n, dim, generator=generator)
-        power = torch.rand(batch, heads, n, 1, generator=generator) ** 8 * growing
-        pair.append(x * 10.0**power)
-    return pair[0], pair[1]
-
-
-def part(pair: Pair, start: int, end: int) -> Pair:
-    return pair[0][:, :, start:end], pair[1][:, :, start:end]
-
-
-def filled(config: CacheConfig, pair: Pair, cuts: list[int] | None = None, **scales: torch.Tensor) -> LayerStore:
-    """A store of the tokens, appended in the pieces that ``cuts`` make of them."""
-    store = LayerStore(config, **scales)
-    total = pair[0].shape[2]
-    edges = [0, *sorted(min(c, total) for c in cuts or []), total]
-    for start, end in pairwise(edges):
-        store.append(*part(pair, start, end))
-    return store
-
-
-def stepwise(config: CacheConfig, pair: Pair, **scales: torch.Tensor) -> LayerStore:
-    return filled(config, pair, list(range(1, pair[0].shape[2])), **scales)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Bit patterns, in which a NaN equals itself."""
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def contents(store: LayerStore) -> list[torch.Tensor]:
-    """Everything stored, as bit patterns by token: keys, their scales, values, their scales; and what is exact."""
-    parts: list[list[torch.Tensor]] = [[] for _ in range(5)]
-    for run in store.runs():
-        for side, plane in enumerate(run.segment.planes()):
-            span = slice(run.offset, run.offset + run.length)
-            exact = plane.format is None
-            if exact:
-                rows, scale = bits(plane.codes[:, :, span]).long(), torch.ones(*store.shape[:2], run.length)
-            else:
-                rows = plane.read_codes(run.offset, run.length).view(torch.uint8).long()
-                scale = plane.read_scale(run.offset, run.length).float().expand(-1, -1, run.length)
-            parts[2 * side].append(rows)
-            parts[2 * side + 1].append(bits(scale))
-            if side == 0:
-                parts[4].append(torch.full((run.length,), exact))
-    return [torch.cat(p, dim=0 if i == 4 else 2) for i, p in enumerate(parts)]
-
-
-def assert_same(a: LayerStore, b: LayerStore) -> None:
-    assert a.length == b.length
-    for x, y in zip(contents(a), contents(b), strict=True):
-        assert torch.equal(x, y)
-
-
-def snapshot(store: LayerStore) -> dict[str, Any]:
-    """Every byte and number of a store."""
-    state: dict[str, Any] = {
-        name: getattr(store, name) for name in ("length", "shape", "packed_length", "version", "changes", "_open")
-    }
-    for i, segment in enumerate(store.segments()):
-        state[f"segment {i}"] = (segment.start, segment.length, segment.capacity)
-        for j, plane in enumerate(segment.planes()):
-            for k, tensor in enumerate(plane.tensors()):
-                state[f"tensor {i} {j} {k}"] = (tensor.data_ptr(), bits(tensor).flatten().tolist())
-    for name in ("_key_head", "_value_head"):
-        scale = getattr(store, name)
-        state[name] = None if scale is None or scale.current is None else scale.current.tolist()
-    return state
-
-
-def decoded(store: LayerStore) -> tuple[np.ndarray, np.ndarray]:
-    keys, values = KVView(store).decode(torch.float64)
-    return keys.numpy(), values.numpy()
-
-
-def like(config: CacheConfig, **given_scales: torch.Tensor) -> oracle.Store:
-    """The oracle's store of the same description."""
-    names = (config.key_format or config.format, config.value_format or config.format)
-    granularity = config.granularity or "token"
-    scales = [given_scales.get(name) for name in ("key_scale", "value_scale")]
-    return oracle.Store(
-        tuple(None if name == "none" else name for name in names),
-        (granularity, granularity),
-        config.residual_length,
-        config.sink_tokens,
-        tuple(None if s is None else s.double().numpy() for s in scales),
-    )
-
-
-def configs(quantized: bool = True) -> st.SearchStrategy[CacheConfig]:
-    names = st.sampled_from(QUANTIZED if quantized else list(formats()))
-    return st.builds(
-        CacheConfig,
-        format=names,
-        key_format=st.none() | st.sampled_from(list(formats())),
-        granularity=st.sampled_from(["token", "head"]),
-        residual_length=st.sampled_from([0, 0, 1, 5, 64, 80]),
-        sink_tokens=st.sampled_from([0, 0, 1, 4, 70]),
-        prefill=st.sampled_from(["stored", "exact"]),
-    )
+PER_HEAD = [name for name in QUANTIZED if "head" in get_format(name).granularities]
+per_head = pytest.mark.parametrize("name", PER_HEAD)
 
 
 # ---- what is stored depends on the tokens alone --------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@each_setup
+def test_in_pieces_the_bits_of_one_pass_are_stored_and_they_are_those_of_the_oracle(setup: str) -> None:
+    config = config_of(setup, residual_length=3, sink_tokens=2)
+    n = LayerStore(config).warm + 45
+    pair = kv(n, batch=1, growing=1.5, **sizes(setup))
+    expected = like(config)
+    add(expected, pair)
+    whole = filled(config, pair)
+    assert_equals(whole, expected)
+    assert whole.packed_length >= 16
+    assert_same(filled(config, pair, [1, 2, 3, 10, 11, n - 30, n - 29, n - 28, n - 2, n - 1]), whole)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     config=configs(),
-    n=st.sampled_from([1, 2, 63, 64, 65, 130, 256, 257, 300]),
-    cuts=st.lists(st.integers(0, 300), max_size=6),
-    odd=st.lists(st.integers(0, 299), max_size=2),
+    n=st.sampled_from([1, 2, 63, 64, 65, 130, 131, 150, 257]),
+    cuts=st.lists(st.integers(0, 260), max_size=6),
+    steps=st.integers(0, 40),
+    odd=st.lists(st.integers(0, 259), max_size=2),
     seed=st.integers(0, 99),
 )
 def test_one_pass_pieces_and_steps_store_the_same_bits(
-    config: CacheConfig, n: int, cuts: list[int], odd: list[int], seed: int
+    config: CacheConfig, n: int, cuts: list[int], steps: int, odd: list[int], seed: int
 ) -> None:
-    pair = kv(n, batch=1, key_dim=3, value_dim=4, seed=seed, growing=2.0)
+    pair = kv(n, batch=1, seed=seed, growing=2.0, **SIZES)
     for t in odd:
         pair[t % 2][0, t % 2, min(t, n - 1), 1] = float("nan")
     whole = filled(config, pair)
     assert_same(filled(config, pair, cuts), whole)
-    assert_same(stepwise(config, pair), whole)
+    # Single steps where it matters most: at the beginning, around the end of a warm-up, and at the end.
+    warm = LayerStore(config).warm
+    single = [t for t in range(n) if t < 3 or abs(t - warm) < 4 or n - steps < t]
+    assert_same(filled(config, pair, single), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     config=configs(quantized=False),
-    n=st.sampled_from([1, 40, 64, 65, 90, 170]),
-    cuts=st.lists(st.integers(0, 170), max_size=4),
+    beyond=st.sampled_from([-1, 0, 1, 15, 40, 70]),
+    cuts=st.lists(st.integers(0, 250), max_size=4),
     seed=st.integers(0, 99),
 )
-def test_what_is_stored_equals_the_oracle(config: CacheConfig, n: int, cuts: list[int], seed: int) -> None:
-    pair = kv(n, batch=1, key_dim=3, value_dim=4, seed=seed, growing=2.0)
+def test_what_is_stored_equals_the_oracle(config: CacheConfig, beyond: int, cuts: list[int], seed: int) -> None:
+    n = max(1, LayerStore(config).warm + beyond)
+    pair = kv(n, batch=1, heads=1, seed=seed, growing=2.0, **SIZES)
     expected = like(config)
-    for t in range(n):
-        expected.append(pair[0][:, :, t].double().numpy(), pair[1][:, :, t].double().numpy())
-    for found, wanted in zip(decoded(filled(config, pair, cuts)), expected.now(), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    add(expected, pair)
+    assert_equals(filled(config, pair, cuts), expected)
 
 
-@each_format
-@each_granularity
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_without_compiled_kernels_the_same_bits_are_stored(name: str, granularity: str, dtype: torch.dtype) -> None:
-    pair = tuple(x.to(dtype) for x in kv(150, growing=1.5))
-    config = CacheConfig(name, granularity=granularity, residual_length=5, sink_tokens=3)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_with_nothing_said_but_its_name_a_format_stores_what_the_oracle_says(name: str) -> None:
+    config = CacheConfig(name)
+    if name not in oracle.FORMATS:
+        format = get_format(name)
+        way = format.granularities[0]
+        config = CacheConfig(name, granularity=way, group_size=format.block or 64 if way == "group" else None)
+    pair = kv(140, batch=1, heads=1, key_dim=64, value_dim=64)
+    expected = like(config)
+    add(expected, pair)
+    assert_equals(filled(CacheConfig(name), pair, [20, 133]), expected)
+    if name not in oracle.FORMATS:
+        assert_same(filled(CacheConfig(name), pair), filled(config, pair))
+
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiled kernels")
+@some_setups
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_without_compiled_kernels_the_same_bits_are_stored(setup: str, dtype: torch.dtype) -> None:
+    pair = tuple(x.to(dtype) for x in kv(170, growing=1.5, **sizes(setup)))
+    config = config_of(setup, residual_length=5, sink_tokens=3)
+    cuts = [7, 71, 90, *range(140, 147)]
     with using("none"):
-        expected = filled(config, pair, [7, 71, 90])
+        expected = filled(config, pair, cuts)
         numbers = decoded(expected)
     for isa in INSTRUCTION_SETS:
         with using(isa):
-            store = filled(config, pair, [7, 71, 90])
+            store = filled(config, pair, cuts)
             assert_same(store, expected)
             for a, b in zip(decoded(store), numbers, strict=True):
                 np.testing.assert_array_equal(a, b)
 
 
-@each_format
-def test_keys_and_values_as_models_give_them_need_not_be_contiguous(name: str) -> None:
-    keys, values = kv(40)
-    config = CacheConfig(name, residual_length=3, sink_tokens=2)
+@each_setup
+def test_keys_and_values_as_models_give_them_need_not_be_contiguous(setup: str) -> None:
+    config = config_of(setup, residual_length=3, sink_tokens=2)
+    warm = LayerStore(config).warm
+    keys, values = kv(warm + 40, **sizes(setup))
+    key_dim = keys.shape[3]
     # A projection gives [batch, tokens, heads, dim], transposed.
     transposed = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     broadcast = (keys[:1].expand(2, -1, -1, -1), values[:1].expand(2, -1, -1, -1))
-    wide = (torch.cat([keys, keys], dim=3)[..., :6], torch.cat([values, values], dim=3)[..., 5:])
+    wide = (torch.cat([keys, keys], dim=3)[..., :key_dim], torch.cat([values, values], dim=3)[..., values.shape[3] :])
     every_second = tuple(x.repeat_interleave(2, dim=3)[..., ::2] for x in (keys, values))
     assert not transposed[0].is_contiguous()
-    assert_same(filled(config, transposed, [9]), filled(config, (keys, values), [9]))
-    assert_same(filled(config, wide, [9]), filled(config, (keys, values), [9]))
-    assert_same(filled(config, every_second, [9]), filled(config, (keys, values), [9]))
-    assert_same(filled(config, broadcast, [9]), filled(config, tuple(x.contiguous() for x in broadcast), [9]))
+    cuts = [9, warm + 20, warm + 21]
+    expected = filled(config, (keys, values), cuts)
+    for way in (transposed, wide, every_second):
+        assert_same(filled(config, way, cuts), expected)
+    assert_same(filled(config, broadcast, cuts), filled(config, tuple(x.contiguous() for x in broadcast), cuts))
 
 
-def test_the_caller_may_change_its_tensors_after_append() -> None:
-    keys, values = kv(30)
-    store = filled(CacheConfig("int8", residual_length=8, sink_tokens=4), (keys, values))
+@some_setups
+@pytest.mark.parametrize("n", [30, 150])
+def test_the_caller_may_change_its_tensors_after_append(setup: str, n: int) -> None:
+    keys, values = kv(n, **sizes(setup))
+    store = filled(config_of(setup, residual_length=8, sink_tokens=4), (keys, values))
     before = decoded(store)
     keys.zero_()
     values.zero_()
@@ -221,81 +177,165 @@ def test_the_caller_may_change_its_tensors_after_append() -> None:
 
 
 @pytest.mark.parametrize("isa", [*INSTRUCTION_SETS, "none"])
-@pytest.mark.parametrize("name", ["none", "int8"])
-@each_granularity
-def test_no_graph_of_gradients_is_kept(isa: str, name: str, granularity: str) -> None:
-    keys, values = (x.requires_grad_() for x in kv(100, growing=2.0))
-    config = CacheConfig(name, granularity=granularity, residual_length=5, sink_tokens=2)
+@pytest.mark.parametrize("setup", ["none", *SOME])
+def test_no_graph_of_gradients_is_kept(isa: str, setup: str) -> None:
+    keys, values = (x.requires_grad_() for x in kv(150, growing=2.0, **sizes(setup)))
+    config = config_of(setup, residual_length=5, sink_tokens=2)
     with using(isa):
-        store = filled(config, (keys * 1, values * 1), [70])
+        store = filled(config, (keys * 1, values * 1), [70, 149])
         assert_same(copy.deepcopy(store), filled(config, (keys.detach(), values.detach())))
-    assert not any(x.requires_grad for s in store.segments() for plane in s.planes() for x in plane.tensors())
+    held = [x for s in store.segments() for plane in s.planes() for x in plane.tensors()]
+    assert not any(x.requires_grad for x in [*held, *vectors(store)])
 
 
 # ---- what is exact -------------------------------------------------------------------------------------------------
 
 
-@each_format
-@pytest.mark.parametrize("residual", [1, 5, 64, 70])
-@pytest.mark.parametrize("sink", [0, 4])
-def test_the_first_and_the_last_tokens_are_exact_at_every_step_and_the_others_are_not(
-    name: str, residual: int, sink: int
-) -> None:
+def group_of(config: CacheConfig) -> int:
+    """Tokens that are encoded together."""
+    return config.group_size if config.granularity == "channel" else 1
+
+
+def exact_by_the_book(config: CacheConfig, length: int, warm: int) -> list[bool]:
+    """Of each token, whether it is exact: sinks, the residual window, an unfinished group, all while warming up."""
+    group = group_of(config)
+    if length < warm:
+        return [True] * length
+    encoded = max(0, length - config.residual_length - config.sink_tokens) // group * group
+    return [not config.sink_tokens <= t < config.sink_tokens + encoded for t in range(length)]
+
+
+def assert_exact(store: LayerStore, pair: Pair, expected: list[bool]) -> None:
+    """Those tokens are what came, and the others are not, neither keys nor values."""
+    for found, x in zip(decoded(store), pair, strict=True):
+        same = (torch.from_numpy(found) == x[:, :, : store.length].double()).all(dim=-1).all(dim=0).all(dim=0)
+        assert same.tolist() == expected
+
+
+@each_setup
+def test_the_first_and_the_last_tokens_are_exact_at_every_length_and_the_others_are_not(setup: str) -> None:
     """Case 4: the window moves with every token, it is never flushed."""
-    pair = kv(200)
-    store = LayerStore(CacheConfig(name, residual_length=residual, sink_tokens=sink))
-    for t in range(200):
-        store.append(*part(pair, t, t + 1))
-        for found, x in zip(decoded(store), pair, strict=True):
-            same = (torch.from_numpy(found) == x[:, :, : t + 1].double()).all(dim=-1).all(dim=0).all(dim=0)
-            expected = torch.zeros(t + 1, dtype=torch.bool)
-            expected[:sink] = True
-            expected[max(0, t + 1 - residual) :] = True
-            assert torch.equal(same, expected)
+    config = config_of(setup, residual_length=5, sink_tokens=3)
+    store = LayerStore(config)
+    warm = store.warm
+    pair = kv(warm + 60, **sizes(setup))
+    ends = [1, 3, 4, 7, 8, 9, warm - 1, warm, warm + 1, *range(warm + 2, warm + 60, 4), warm + 56, warm + 57, warm + 58]
+    before = 0
+    for end in sorted({end for end in ends if end > 0}):
+        store.append(*part(pair, before, end))
+        before = end
+        assert_exact(store, pair, exact_by_the_book(config, end, warm))
 
 
-@each_format
-def test_tokens_of_the_warm_up_are_exact_until_its_last_one_comes(name: str) -> None:
-    pair = kv(80)
-    store = LayerStore(CacheConfig(name, granularity="head", sink_tokens=3))
-    for t in range(80):
+@pytest.mark.parametrize("setup", ["int8 token", "int8 token equalized", "int4 group", "int3 channel", "int8 head"])
+@pytest.mark.parametrize(("residual", "sink"), [(1, 0), (5, 4), (64, 0), (70, 4)])
+def test_at_every_step_the_last_tokens_are_exact(setup: str, residual: int, sink: int) -> None:
+    config = config_of(setup, residual_length=residual, sink_tokens=sink)
+    pair = kv(170, batch=1, heads=1, **sizes(setup))
+    store = LayerStore(config)
+    for t in range(170):
         store.append(*part(pair, t, t + 1))
-        exact = contents(store)[4]
-        warm = t + 1 < 3 + WARM_UP_TOKENS
-        assert exact.tolist() == [warm or j < 3 for j in range(t + 1)]
+        if t % 3 == 0 or t > 150:
+            assert_exact(store, pair, exact_by_the_book(config, t + 1, store.warm))
+
+
+@pytest.mark.parametrize("name", PER_HEAD)
+@pytest.mark.parametrize("equalize", [False, True])
+def test_tokens_of_the_warm_up_are_exact_until_its_last_one_comes(name: str, equalize: bool) -> None:
+    config = CacheConfig(name, granularity="head", sink_tokens=3, equalize=equalize)
+    warm = 3 + (EQUALIZER_TOKENS if equalize else WARM_UP_TOKENS)
+    pair = kv(warm + 10)
+    store = LayerStore(config)
+    for t in range(warm + 10):
+        store.append(*part(pair, t, t + 1))
+        assert exact_tokens(store) == [t + 1 < warm or j < 3 for j in range(t + 1)]
+
+
+def seen_by(store: LayerStore, late: Late | None, query: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values up to the position ``query`` as the query there sees them in the pass that ends the store."""
+    keys, values = (x[:, :, : query + 1] for x in decoded(store))
+    if late is None:
+        return keys, values
+    for key in range(late.first, min(late.first + late.segment.length, query + 1)):
+        if not bool(late.stored(torch.tensor(query), torch.tensor(key))):
+            for x, plane in zip((keys, values), late.segment.planes(), strict=True):
+                x[:, :, key] = plane.codes[:, :, key - late.first].double().numpy()
+    return keys, values
+
+
+def assert_a_pass_equals_steps(config: CacheConfig, pair: Pair, before: list[int], every: int = 1) -> None:
+    """The last pass, from ``before[-1]`` on, shows each query what single steps would have shown it."""
+    total, start = pair[0].shape[2], before[-1]
+    store, steps = (filled(config, part(pair, 0, start), before) for _ in range(2))
+    late = store.append(*part(pair, start, total))
+    for query in range(start, total):
+        steps.append(*part(pair, query, query + 1))
+        if (total - query) % every == 0:
+            for found, expected in zip(seen_by(store, late, query), decoded(steps), strict=True):
+                np.testing.assert_array_equal(found, expected)
+
+
+@each_setup
+def test_one_pass_shows_every_query_what_single_steps_show(setup: str) -> None:
+    """Case 11."""
+    config = config_of(setup, residual_length=3, sink_tokens=2)
+    start = max(8, LayerStore(config).warm - 10)
+    pair = kv(start + 45, batch=1, heads=1, **sizes(setup))
+    assert_a_pass_equals_steps(config, pair, [5, start], every=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=configs(),
+    before=st.lists(st.integers(0, 140), min_size=1, max_size=3).map(sorted),
+    n=st.sampled_from([1, 2, 17, 33, 70]),
+)
+def test_any_pass_shows_every_query_what_single_steps_show(config: CacheConfig, before: list[int], n: int) -> None:
+    config = CacheConfig(**{**config.to_dict(), "prefill": "stored"})
+    pair = kv(before[-1] + n, batch=1, heads=1, growing=1.0, **SIZES)
+    assert_a_pass_equals_steps(config, pair, before, every=4)
+
+
+@some_setups
+def test_with_exact_prefill_the_tokens_of_a_pass_are_seen_exactly_and_older_ones_as_they_were(setup: str) -> None:
+    config = config_of(setup, residual_length=3, sink_tokens=2, prefill="exact")
+    pair = kv(220, batch=1, **sizes(setup))
+    store = filled(config, part(pair, 0, 150))
+    before = decoded(store)
+    late = store.append(*part(pair, 150, 220))
+    for found, old, x in zip(KVView(store, late).decode(torch.float64), before, pair, strict=True):
+        np.testing.assert_array_equal(found[:, :, :150].numpy(), old)
+        assert torch.equal(found[:, :, 150:], x[:, :, 150:].double())
 
 
 # ---- old codes never change ----------------------------------------------------------------------------------------
 
 
-@each_format
-@each_granularity
-@pytest.mark.parametrize("residual", [0, 7])
-def test_codes_once_written_are_never_written_again_and_full_segments_never_move(
-    name: str, granularity: str, residual: int
-) -> None:
+@each_setup
+def test_codes_once_written_are_never_written_again_and_full_segments_never_move(setup: str) -> None:
     """Case 5: nothing is decoded and encoded again."""
-    pair = kv(700, batch=1, key_dim=4, value_dim=4, growing=1.0)
-    store = LayerStore(CacheConfig(name, granularity=granularity, residual_length=residual, sink_tokens=2))
+    config = config_of(setup, residual_length=7, sink_tokens=2)
+    pair = kv(400, batch=1, heads=1, growing=1.0, **sizes(setup))
+    store = LayerStore(config)
     known: list[torch.Tensor] = []
     places: dict[int, list[int]] = {}
-    for t in range(0, 700, 7):
-        store.append(*part(pair, t, t + 7))
+    for t in range(0, 400, 20):
+        store.append(*part(pair, t, t + 20))
         now = contents(store)
-        encoded = store.packed_length
         for before, after in zip(known, now, strict=False):
             assert torch.equal(after[:, :, 2 : 2 + before.shape[2]], before)
-        known = [x[:, :, 2 : 2 + encoded].clone() for x in now[:4]]
+        known = [x[:, :, 2 : 2 + store.packed_length].clone() for x in now[:6]]
         for i, segment in enumerate(store.packed[:-1]):  # all but the one that takes tokens
             place = [x.data_ptr() for plane in segment.planes() for x in plane.tensors()]
             assert places.setdefault(i, place) == place
     assert len(places) >= 2
+    assert known[0].shape[2] >= 400 - 2 - 7 - 15
 
 
-@each_format
-def test_with_a_scale_per_token_no_segment_ever_moves(name: str) -> None:
-    pair = kv(600, batch=1, key_dim=4, value_dim=4)
-    store = LayerStore(CacheConfig(name))
+@pytest.mark.parametrize("setup", ["int8 token", "fp8_e4m3 token", "int5 token", "int4 group", "nvfp4 group"])
+def test_with_a_scale_per_token_or_group_no_segment_ever_moves(setup: str) -> None:
+    pair = kv(600, batch=1, **sizes(setup))
+    store = LayerStore(config_of(setup))
     places: dict[int, list[int]] = {}
     for t in range(0, 600, 3):
         store.append(*part(pair, t, t + 3))
@@ -308,14 +348,14 @@ def test_with_a_scale_per_token_no_segment_ever_moves(name: str) -> None:
 # ---- scales per head -----------------------------------------------------------------------------------------------
 
 
-@each_format
+@per_head
 @pytest.mark.parametrize("cuts", [[], [70], list(range(1, 200))], ids=["one pass", "prompt first", "steps"])
 @pytest.mark.parametrize("factor", [1.2, 3.0, 1e4])
 def test_later_larger_tokens_do_not_saturate(name: str, cuts: list[int], factor: float) -> None:
     """Case 2: the scale that the first tokens fixed must not clip those that come after."""
     keys, values = kv(200)
     keys[:, :, 100:] *= factor
-    store = filled(CacheConfig(name, granularity="head"), (keys, values), cuts)
+    store = filled(CacheConfig(name, granularity="head", equalize=False), (keys, values), cuts)
     found = torch.from_numpy(decoded(store)[0])
     step = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}[name]
     # A scale covers at most HEAD_ROOM times the largest magnitude so far: half of its step is the largest error.
@@ -325,11 +365,28 @@ def test_later_larger_tokens_do_not_saturate(name: str, cuts: list[int], factor:
     assert bool((tops >= 1 - step * HEAD_ROOM).all())
 
 
-@each_format
+@pytest.mark.parametrize("setup", [name for name in SETUPS if "equalized" in name])
+@pytest.mark.parametrize("factor", [3.0, 1e3])
+def test_later_larger_keys_do_not_saturate_though_vectors_are_those_of_the_first(setup: str, factor: float) -> None:
+    """Case 2."""
+    keys, values = kv(300, **sizes(setup))
+    keys[:, :, 200:] *= factor
+    store = filled(config_of(setup), (keys, values))
+    found = torch.from_numpy(decoded(store)[0])[:, :, :288]
+    # 2 bits: three steps over the range, of which half is the error, and the range is twice the largest number.
+    bound = 0.6 if "int2" in setup else 0.25
+    error = (found - keys[:, :, :288]).abs().amax(dim=3)
+    if "channel" in setup:  # tokens of both sizes share a scale
+        assert bool((error.amax(dim=2) <= bound * keys.abs().amax(dim=(2, 3))).all())
+    else:
+        assert bool((error <= bound * keys[:, :, :288].abs().amax(dim=3) + 1.0).all())
+
+
+@per_head
 def test_a_scale_grows_with_head_room_and_only_for_the_heads_that_need_it(name: str) -> None:
     keys, values = kv(100, batch=1)
     keys[0, 1, 80] *= 50
-    store = filled(CacheConfig(name, granularity="head"), (keys, values))
+    store = filled(CacheConfig(name, granularity="head", equalize=False), (keys, values))
     before, after = store.packed[0].key.scale[0], store.packed[-1].key.scale[0]
     assert after[0] == before[0]
     largest = oracle.LARGEST[name]
@@ -340,37 +397,57 @@ def test_a_scale_grows_with_head_room_and_only_for_the_heads_that_need_it(name: 
     assert torch.equal(store.packed[-1].value.scale, store.packed[0].value.scale)
 
 
-@each_format
-@each_granularity
+@pytest.mark.parametrize(("key", "value"), [("channel", "head"), ("head", "channel")])
+def test_beside_a_scale_per_channel_a_scale_per_head_grows_for_whole_groups(key: str, value: str) -> None:
+    sides = {"key_granularity": key, "value_granularity": value}
+    group = {f"{'key' if key == 'channel' else 'value'}_group_size": GROUP_TOKENS}
+    config = CacheConfig("int8", equalize=False, **sides, **group)
+    pair = kv(200, batch=1)
+    for x in pair:
+        x[0, 1, 100] *= 50
+        x[0, 0, 170, 2] = float("nan")
+    expected = like(config)
+    add(expected, pair)
+    for cuts in ([], [1, 70, 99, 100, 101, 175]):
+        assert_equals(filled(config, pair, cuts), expected)
+    planes = [plane for segment in filled(config, pair).packed for plane in segment.planes() if plane.scale.dim() == 2]
+    assert len({plane.scale[0, 1].item() for plane in planes}) == 2
+
+
+@each_setup
 @pytest.mark.parametrize("residual", [0, 9])
-def test_after_reset_nothing_of_the_tokens_before_remains(name: str, granularity: str, residual: int) -> None:
+def test_after_reset_nothing_of_the_tokens_before_remains(setup: str, residual: int) -> None:
     """Case 3: a warm-up pass with huge tokens, then reset."""
-    config = CacheConfig(name, granularity=granularity, residual_length=residual, sink_tokens=2)
-    warm_up, pair = kv(150, seed=1), kv(150, seed=2)
+    config = config_of(setup, residual_length=residual, sink_tokens=2)
+    warm_up, pair = kv(150, seed=1, **sizes(setup)), kv(160, seed=2, **sizes(setup))
     store = filled(config, tuple(1e4 * x for x in warm_up), [80])
+    assert not all(exact_tokens(store))
     store.reset()
     assert (store.length, store.shape, store.nbytes()) == (0, None, 0)
-    for start in range(0, 150, 50):
-        store.append(*part(pair, start, start + 50))
+    for start in range(0, 160, 80):
+        store.append(*part(pair, start, start + 80))
     assert_same(store, filled(config, pair))
 
 
-def test_after_reset_another_batch_and_type_are_taken() -> None:
-    store = filled(CacheConfig("int8", granularity="head"), kv(80))
+@pytest.mark.parametrize("setup", ["int8 head", "int8 token equalized", "int4 group", "int4_rot channel"])
+def test_after_reset_another_batch_and_type_are_taken(setup: str) -> None:
+    config = config_of(setup)
+    store = filled(config, kv(150, **sizes(setup)))
     store.reset()
-    other = tuple(x.bfloat16() for x in kv(70, batch=3, heads=1, key_dim=8, value_dim=8))
+    other = tuple(x.bfloat16() for x in kv(140, batch=3, heads=1, key_dim=16, value_dim=16))
     store.append(*other)
-    assert store.shape == (3, 1, 8, 8)
-    assert_same(store, filled(CacheConfig("int8", granularity="head"), other))
+    assert store.shape == (3, 1, 16, 16)
+    assert not all(exact_tokens(store))
+    assert_same(store, filled(config, other))
 
 
-@each_format
+@per_head
 def test_given_scales_are_used_from_the_first_token_and_saturate(name: str) -> None:
     pair = kv(100)
     key_scale, value_scale = torch.tensor([0.01, 0.001]), torch.tensor([0.02, 0.5])
     store = stepwise(CacheConfig(name), pair, key_scale=key_scale, value_scale=value_scale)
     assert store.key_granularity == store.value_granularity == "head"
-    assert not bool(contents(store)[4].any())
+    assert not any(exact_tokens(store))
     for found, x, scale in zip(decoded(store), pair, (key_scale, value_scale), strict=True):
         limit = (scale * oracle.LARGEST[name]).double().view(1, 2, 1, 1)
         assert bool((torch.from_numpy(found).abs() <= limit * (1 + 2.0**-23)).all())  # the product is a float32
@@ -380,11 +457,11 @@ def test_given_scales_are_used_from_the_first_token_and_saturate(name: str) -> N
             np.testing.assert_array_equal(found[index], oracle.decode(oracle.encode(row, s, name), s, name))
 
 
-@each_format
+@per_head
 def test_absurd_given_scales_change_what_is_stored(name: str) -> None:
     """Case 10: scales that are loaded are used."""
     pair = kv(100)
-    usual = decoded(filled(CacheConfig(name, granularity="head"), pair))
+    usual = decoded(filled(CacheConfig(name, granularity="head", equalize=False), pair))
     for size in (1e-6, 1e6):
         scale = torch.full((2,), size)
         absurd = decoded(filled(CacheConfig(name), pair, key_scale=scale, value_scale=scale))
@@ -396,6 +473,7 @@ def test_given_scales_survive_reset_and_stay_the_callers() -> None:
     pair, scale = kv(20), torch.tensor([0.01, 0.02])
     store = filled(CacheConfig("int8"), pair, key_scale=scale)
     first = contents(store)
+    assert not bool(first[6].any())
     store.reset()
     store.append(*pair)
     for a, b in zip(contents(store), first, strict=True):
@@ -411,55 +489,120 @@ def test_given_scales_of_a_wrong_shape_are_refused_and_nothing_is_stored(shape: 
     assert (store.length, store.shape) == (0, None)
 
 
+VECTOR = torch.ones(2, 6)
+
+
 @pytest.mark.parametrize(
-    ("config", "scale", "message"),
+    ("config", "given_tensors", "message"),
     [
-        (CacheConfig("int8", granularity="group"), None, "'int8' has no granularity 'group'; use one of token, head"),
         (
-            CacheConfig("int8", granularity="token"),
-            torch.ones(2),
-            "static scales go with granularity 'head'",
+            CacheConfig("int8", granularity="tensor"),
+            {},
+            "'int8' has no granularity 'tensor'; use one of token, head, gr",
         ),
-        (CacheConfig("none"), torch.ones(2), "without scales"),
-        (CacheConfig("int8", group_size=32), None, "group_size goes with"),
-        (CacheConfig("int9"), None, "unknown format 'int9'; known formats: none, int8"),
+        (
+            CacheConfig("int4", granularity="head"),
+            {},
+            "'int4' has no granularity 'head'; use one of group, channel, tok",
+        ),
+        (CacheConfig("int4"), {"key_scale": torch.ones(2)}, "'int4' has no granularity 'head'"),
+        (CacheConfig("int8", granularity="token"), {"key_scale": torch.ones(2)}, "static scales go with granularity"),
+        (CacheConfig("none"), {"key_scale": torch.ones(2)}, "without scales"),
+        (CacheConfig("int8", group_size=32), {}, "group_size goes with"),
+        (CacheConfig("int8", granularity="channel", value_granularity="token", value_group_size=32), {}, "not 'token'"),
+        (
+            CacheConfig("int8", granularity="channel", group_size=48),
+            {},
+            "number of tokens, one of 16, 32, 64, 128; not 48",
+        ),
+        (CacheConfig("none"), {"key_centre": VECTOR}, "vectors for equalizing were given for keys that are not quant"),
+        (CacheConfig("int8", equalize=False), {"key_multiplier": VECTOR}, "but equalize is false"),
+        (CacheConfig("int8", equalize=True), {"key_scale": torch.ones(2)}, "without the vectors for equalizing"),
+        (CacheConfig("int9"), {}, "unknown format 'int9'; known formats: none, int8"),
     ],
-    ids=["granularity", "static and token", "static and none", "group", "name"],
+    ids=lambda x: "" if isinstance(x, str) else None,
 )
 def test_descriptions_that_do_not_go_together_are_refused(
-    config: CacheConfig, scale: torch.Tensor | None, message: str
+    config: CacheConfig, given_tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        LayerStore(config, key_scale=scale)
+        LayerStore(config, **given_tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "key_dim", "message"),
+    [
+        (
+            CacheConfig("int8", granularity="group", group_size=64),
+            80,
+            "keys have head_dim=80.*group_size=64; use 16, 80",
+        ),
+        (CacheConfig("int4", granularity="group", group_size=20), 80, "group_size=20; use 16, 80"),
+        (CacheConfig("int4", granularity="group", group_size=48), 96, None),
+        (CacheConfig("int4", granularity="group", group_size=6), 6, None),
+        (CacheConfig("mxfp4"), 80, "mxfp4 has blocks of 32 channels, and keys have head_dim=80"),
+        (CacheConfig("nvfp4", group_size=32), 64, "nvfp4 has blocks of 16 channels; group_size=32"),
+    ],
+    ids=str,
+)
+def test_a_group_that_does_not_divide_the_head_is_refused_and_nothing_is_stored(
+    config: CacheConfig, key_dim: int, message: str | None
+) -> None:
+    """Case 9."""
+    store = LayerStore(config)
+    pair = kv(5, key_dim=key_dim, value_dim=key_dim)
+    if message is None:
+        store.append(*pair)
+        return
+    with pytest.raises(ValueError, match=message):
+        store.append(*pair)
+    assert (store.length, store.shape, store.nbytes()) == (0, None, 0)
 
 
 # ---- not a number --------------------------------------------------------------------------------------------------
 
 
-@each_format
-@each_granularity
+def spoilt_by(config: CacheConfig, position: int, channel: int, dim: int) -> tuple[slice, list[int]]:
+    """The tokens and channels of keys that share something with one number."""
+    format = get_format(config.format)
+
+    def rotated(channels: set[int]) -> set[int]:
+        block = oracle.rotation_block(dim) if format.rotated else 1
+        return {other for c in channels for other in range(c // block * block, c // block * block + block)}
+
+    size = {"group": format.block or config.group_size or dim, "channel": 1}.get(config.granularity, dim)
+    channels = {other for c in rotated({channel}) for other in range(c // size * size, c // size * size + size)}
+    start = position // group_of(config) * group_of(config)
+    return slice(start, start + group_of(config)), sorted(rotated(channels))
+
+
+@pytest.mark.parametrize("setup", [name for name, options in SETUPS.items() if options.get("equalize") is False])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-@pytest.mark.parametrize("position", [0, 30, 63, 64, 99], ids=str)
-def test_a_token_that_is_not_finite_is_nan_and_no_other_token_is_changed(
-    name: str, granularity: str, odd: float, position: int
+def test_a_number_that_is_not_finite_makes_what_shares_its_scale_nan_and_changes_no_other(
+    setup: str, odd: float
 ) -> None:
-    keys, values = kv(100)
+    keys, values = kv(112, **sizes(setup))
     # The largest of its head, so that it would fix the scale if it counted, is another token.
     keys[1, 0, 50, 0], values[1, 0, 50, 0] = 9.0, 9.0
-    spoilt = (keys.clone(), values.clone())
-    spoilt[0][1, 0, position, 2] = odd
-    config = CacheConfig(name, granularity=granularity)
-    clean, found = decoded(filled(config, (keys, values))), decoded(filled(config, spoilt))
-    assert np.isnan(found[0][1, 0, position]).all()
-    found[0][1, 0, position] = clean[0][1, 0, position]
-    for a, b in zip(found, clean, strict=True):
-        np.testing.assert_array_equal(a, b)
+    config = config_of(setup)
+    clean = decoded(filled(config, (keys, values)))
+    for position in (0, 30, 63, 64, 99):
+        spoilt = (keys.clone(), values.clone())
+        spoilt[0][1, 0, position, 2] = odd
+        found = decoded(filled(config, spoilt))
+        tokens, channels = spoilt_by(config, position, 2, keys.shape[3])
+        shared = found[0][1, 0, tokens][:, channels]
+        assert np.isnan(shared).all()
+        found[0][1, 0, tokens, channels[0] : channels[-1] + 1] = clean[0][1, 0, tokens, channels[0] : channels[-1] + 1]
+        for a, b in zip(found, clean, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_in_the_exact_parts_a_number_that_is_not_finite_is_kept_as_it_is() -> None:
     keys, values = kv(30)
     keys[0, 0, 1, 0], keys[0, 0, 28, 1] = float("inf"), float("nan")
-    found = decoded(filled(CacheConfig("int8", residual_length=4, sink_tokens=2), (keys, values)))[0]
+    store = filled(CacheConfig("int8", residual_length=4, sink_tokens=2, equalize=False), (keys, values))
+    found = decoded(store)[0]
     assert found[0, 0, 1, 0] == np.inf
     assert np.isnan(found[0, 0, 28]).tolist() == [False, True, False, False, False, False]
 
@@ -467,27 +610,34 @@ def test_in_the_exact_parts_a_number_that_is_not_finite_is_kept_as_it_is() -> No
 # ---- mixed formats -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", formats())
-@pytest.mark.parametrize("value", formats())
-@each_granularity
-def test_keys_and_values_may_have_different_formats(key: str, value: str, granularity: str) -> None:
-    config = CacheConfig("int8", key_format=key, value_format=value, granularity=granularity, residual_length=2)
-    pair = kv(90, batch=1, growing=1.0)
+NAMES = list(formats())
+PAIRS = {(key, value) for shift in (1, 5) for key, value in zip(NAMES, NAMES[shift:] + NAMES[:shift], strict=True)}
+
+
+@pytest.mark.parametrize(("key", "value"), sorted(PAIRS))
+def test_keys_and_values_may_have_different_formats(key: str, value: str) -> None:
+    config = CacheConfig(key, value_format=value, residual_length=2, equalize=False)
+    pair = kv(90, batch=1, growing=1.0, key_dim=32, value_dim=64)
     store = filled(config, pair, [30])
-    expected = like(config)
-    for t in range(90):
-        expected.append(pair[0][:, :, t].double().numpy(), pair[1][:, :, t].double().numpy())
-    for side, (found, wanted) in enumerate(zip(decoded(store), expected.now(), strict=True)):
-        np.testing.assert_array_equal(found, wanted)
-        if (key, value)[side] == "none":
-            np.testing.assert_array_equal(found, pair[side].double().numpy())
-    assert store.quantized == ((key, value) != ("none", "none"))
+    found = decoded(store)
+    for side, name in enumerate((key, value)):
+        if name == "none":
+            np.testing.assert_array_equal(found[side], pair[side].double().numpy())
+            continue
+        # As beside itself, but for tokens that wait for a group of the other side.
+        alone = decoded(filled(CacheConfig(name, residual_length=2, equalize=False), pair))[side]
+        encoded = store.packed_length
+        assert encoded >= 64
+        np.testing.assert_array_equal(found[side][:, :, :encoded], alone[:, :, :encoded])
+        np.testing.assert_array_equal(found[side][:, :, encoded:], pair[side][:, :, encoded:].double().numpy())
+    assert store.quantized
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_none_keeps_every_bit(dtype: torch.dtype) -> None:
     pair = tuple(x.to(dtype) for x in kv(300))
     store = filled(CacheConfig("none", residual_length=3, sink_tokens=2), pair, [100, 101])
+    assert not store.quantized
     for found, x in zip(KVView(store).decode(), pair, strict=True):
         assert found.dtype == dtype
         assert torch.equal(bits(found), bits(x))
@@ -502,18 +652,19 @@ def spare_tokens(store: LayerStore) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(["int8", "none"]),
-    granularity=st.sampled_from(["token", "head"]),
+    setup=st.sampled_from(["none", *SOME, "fp8_e5m2 channel"]),
+    group=st.sampled_from([16, 64, 128]),
     residual=st.sampled_from([0, 1, 32, 100, 400]),
     sink=st.sampled_from([0, 4, 300, 1000]),
     first=st.integers(1, 5000),
-    steps=st.integers(0, 200),
+    steps=st.integers(0, 130),
     crop=st.none() | st.integers(1, 5000),
 )
 def test_spare_room_is_at_most_256_tokens_or_an_eighth(
-    name: str, granularity: str, residual: int, sink: int, first: int, steps: int, crop: int | None
+    setup: str, group: int, residual: int, sink: int, first: int, steps: int, crop: int | None
 ) -> None:
-    config = CacheConfig(name, granularity=granularity, residual_length=residual, sink_tokens=sink)
+    changes = {"group_size": group} if "channel" in setup else {}
+    config = CacheConfig(**{**SETUPS[setup], **changes}, residual_length=residual, sink_tokens=sink)
     store = LayerStore(config)
     pair = tuple(x.clamp(-1, 1) for x in kv(first + steps, batch=1, heads=1, key_dim=2, value_dim=2))
     store.append(*part(pair, 0, first))
@@ -529,17 +680,25 @@ def test_spare_room_is_at_most_256_tokens_or_an_eighth(
 @pytest.mark.parametrize(
     "config",
     [
+        *(config_of(setup) for setup in SOME),
         CacheConfig("int8"),
-        CacheConfig("fp8_e4m3", granularity="head"),
         CacheConfig("int8", residual_length=20, sink_tokens=4),
         CacheConfig("int8", key_format="none", granularity="head", residual_length=20),
+        CacheConfig("int8", granularity="head", equalize=True, residual_length=20),
+        CacheConfig("int4_rot", residual_length=20, sink_tokens=4),
         CacheConfig("none"),
     ],
-    ids=["token", "head", "sinks and residual", "mixed", "none"],
+    ids=lambda config: "-".join(str(x) for x in config.to_dict().values()),
 )
-def test_nbytes_is_what_the_tensors_hold(config: CacheConfig) -> None:
+@pytest.mark.parametrize("window", [False, True])
+def test_nbytes_is_what_the_tensors_hold(config: CacheConfig, window: bool) -> None:
     """Case 17: everything is counted, spare room too."""
-    store = filled(config, kv(700, growing=1.0), [100, 300])
+    store = LayerStore(config, window=window)
+    pair = kv(700, growing=1.0, key_dim=32, value_dim=64)
+    for start, end in pairwise([0, 100, 300, 450, 700]):
+        store.append(*part(pair, start, end))
+        if window:
+            store.drop_before(end - 150)
     storages, seen, stack = {}, {}, [store]
     while stack:
         x = stack.pop()
@@ -558,42 +717,85 @@ def test_int8_with_a_scale_per_token_takes_at_most_1_04_bytes_per_value_at_head_
     bits_per_value = store.stored_bits() / store.stored_values()
     assert bits_per_value == 8 + 16 / 64  # a code, and its share of a bfloat16 scale
     assert bits_per_value <= 1.04 * 8
-    # Two full segments: but for the 64 bytes behind each plane that vector loads may touch, the memory is that too.
-    assert store.nbytes() == bits_per_value / 8 * store.stored_values() + 2 * 2 * 64
+    # Two full segments: but for the 64 bytes behind each plane that vector loads may touch, the memory is that too; and
+    # the two vectors of float32 by which the keys of two heads are equalized.
+    assert store.nbytes() == bits_per_value / 8 * store.stored_values() + 2 * 2 * 64 + 2 * 2 * 64 * 4
+
+
+# Codes, scales and zero points, at a head size of 128.
+BITS_PER_VALUE = {
+    "int8": 8 + 16 / 128,
+    "fp8_e4m3": 8 + 16 / 128,
+    "fp8_e5m2": 8 + 16 / 128,
+    **{f"int{n}": n + (8 + 8) / 32 for n in (2, 3, 4, 5, 6)},
+    **{f"int{n}_rot": n + (8 + 8) / 64 for n in (2, 3, 4, 5, 6)},
+    **dict.fromkeys(("nf4", "fp4", "nf4_rot"), 4 + 16 / 64),
+    "bnb8": 8 + 16 / 128,
+    "mxfp4": 4 + 8 / 32,
+    "nvfp4": 4 + 8 / 16,
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_bits_per_value_are_those_of_the_codes_and_of_what_groups_share(name: str) -> None:
+    store = filled(CacheConfig(name), kv(256, batch=1, heads=1, key_dim=128, value_dim=128))
+    assert store.packed_length == 256
+    assert store.stored_bits() / store.stored_values() == BITS_PER_VALUE[name]
+
+
+@each_setup
+def test_stored_bits_are_the_bytes_of_the_tensors_where_segments_are_full(setup: str) -> None:
+    """Case 17."""
+    store = filled(config_of(setup), kv(256, **sizes(setup)))
+    assert store.packed_length == store.length == sum(segment.capacity for segment in store.packed)
+    held = sum(x.nbytes for segment in store.packed for plane in segment.planes() for x in plane.tensors())
+    assert store.stored_bits() == 8 * held
+    # Beyond that: the 64 bytes behind each plane, scales per head once more, vectors, an empty residual window.
+    window = [x for s in (store.residual,) if s is not None for plane in s.planes() for x in plane.tensors()]
+    current = [x.current for x in (store._key_head, store._value_head) if x is not None]
+    beyond = sum(x.nbytes for x in [*window, *current, *set(vectors(store))])
+    assert store.nbytes() == held + beyond + 64 * 2 * len(store.packed)
 
 
 @pytest.mark.parametrize(
     ("config", "key_bits", "value_bits", "exact"),
     [
         (CacheConfig("none"), 32.0, 32.0, 0),
-        (CacheConfig("fp8_e5m2"), 8 + 16 / 8, 8 + 16 / 4, 0),
-        (CacheConfig("int8", key_format="none"), 32.0, 8 + 16 / 4, 0),
-        (CacheConfig("int8", residual_length=10, sink_tokens=6), 8 + 16 / 8, 8 + 16 / 4, 16),
+        (CacheConfig("fp8_e5m2"), 8 + 16 / 32, 8 + 16 / 64, 0),
+        (CacheConfig("int8", key_format="none"), 32.0, 8 + 16 / 64, 0),
+        (CacheConfig("int8", residual_length=10, sink_tokens=6, equalize=False), 8 + 16 / 32, 8 + 16 / 64, 16),
+        (CacheConfig("int8", granularity="group", group_size=16, equalize=False), 9, 9, 0),
+        (CacheConfig("int3", granularity="group", group_size=32, sink_tokens=1), 3.5, 3.5, 1),
+        (CacheConfig("int5", granularity="token"), 5 + 16 / 32, 5 + 16 / 64, 0),
+        (CacheConfig("int4", granularity="channel", group_size=16), 5, 5, 100 - 96),
+        (CacheConfig("int4", granularity="channel", group_size=64, residual_length=3), 4.25, 4.25, 100 - 64),
     ],
-    ids=["none", "fp8", "mixed", "sinks and residual"],
+    ids=["none", "fp8", "mixed", "sinks and residual", "groups", "3 bits", "5 bits", "channels", "long groups"],
 )
-def test_stored_bits_count_codes_scales_sinks_and_residual(
+def test_stored_bits_count_codes_scales_zero_points_sinks_and_residual(
     config: CacheConfig, key_bits: float, value_bits: float, exact: int
 ) -> None:
-    store = filled(config, kv(100, key_dim=8, value_dim=4))
+    store = filled(config, kv(100, key_dim=32, value_dim=64))
     heads = 2 * 2
     packed = 100 - exact
-    expected = heads * packed * (8 * key_bits + 4 * value_bits) + heads * exact * (8 + 4) * 32
+    expected = heads * packed * (32 * key_bits + 64 * value_bits) + heads * exact * (32 + 64) * 32
     assert store.stored_bits() == expected
-    assert store.stored_values() == heads * 100 * (8 + 4)
+    assert store.stored_values() == heads * 100 * (32 + 64)
 
 
 def test_stored_bits_count_a_scale_per_head_once_for_each_segment() -> None:
-    store = filled(CacheConfig("int8", granularity="head"), tuple(x.clamp(-1, 1) for x in kv(300)))
+    config = CacheConfig("int8", granularity="head", equalize=False)
+    store = filled(config, tuple(x.clamp(-1, 1) for x in kv(300)))
     assert len(store.packed) == 2
     heads = 2 * 2
     assert store.stored_bits() == heads * 300 * (6 + 5) * 8 + len(store.packed) * heads * 2 * 32
 
 
-def test_a_growing_store_copies_nothing_old() -> None:
+@pytest.mark.parametrize("setup", ["int8 token", "int4 group"])
+def test_a_growing_store_copies_nothing_old(setup: str) -> None:
     """Decoding allocates a segment when one is full, of 256 tokens once the first are through, and nothing between."""
-    store = LayerStore(CacheConfig("int8"))
-    pair = kv(3 * SEGMENT_TOKENS, batch=1)
+    store = LayerStore(config_of(setup))
+    pair = kv(3 * SEGMENT_TOKENS, batch=1, heads=1)
     versions = []
     for t in range(3 * SEGMENT_TOKENS):
         store.append(*part(pair, t, t + 1))
@@ -602,173 +804,20 @@ def test_a_growing_store_copies_nothing_old() -> None:
     assert changes == [32, 96, 224, 224 + SEGMENT_TOKENS, 224 + 2 * SEGMENT_TOKENS]
 
 
-def test_a_short_store_has_little_room_to_spare() -> None:
-    sizes = [filled(CacheConfig("int8"), kv(n)).nbytes() for n in (16, 32, 64, 128, 256)]
-    assert sizes[0] == sizes[1]
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_short_store_has_little_room_to_spare(name: str) -> None:
+    config = CacheConfig(name, granularity="token", equalize=False)
+    stores = [filled(config, kv(n, key_dim=64, value_dim=64)).nbytes() for n in (16, 32, 64, 128, 256)]
+    assert stores[0] == stores[1]
     # The 64 bytes behind each plane weigh most in the smallest.
-    assert all(a < b < 2.1 * a for a, b in itertools.pairwise(sizes[1:]))
-
-
-# ---- crop, and changes of the batch --------------------------------------------------------------------------------
-
-
-@each_format
-@pytest.mark.parametrize("sink", [0, 4])
-@pytest.mark.parametrize("keep", [0, 1, 3, 4, 60, 255, 256, 257, 299, 300])
-def test_crop_then_append_equals_never_having_seen_the_cropped_tokens(name: str, sink: int, keep: int) -> None:
-    config = CacheConfig(name, sink_tokens=sink)
-    pair, other = kv(300, growing=1.0), kv(100, seed=5, growing=1.0)
-    store = filled(config, pair)
-    store.crop(keep)
-    assert store.length == keep
-    store.append(*other)
-    assert_same(
-        store, filled(config, tuple(torch.cat([x[:, :, :keep], y], 2) for x, y in zip(pair, other, strict=True)))
-    )
-
-
-@each_format
-@pytest.mark.parametrize("keep", [64, 65, 70, 120, 131, 199])
-@pytest.mark.parametrize("first", [[], [70], [64, 65, 150]], ids=str)
-def test_with_scales_per_head_crop_takes_back_what_the_cropped_tokens_made_them(
-    name: str, keep: int, first: list[int]
-) -> None:
-    keys, values = kv(200, batch=1)
-    for t in (90, 121, 150):  # where scales grow
-        keys[0, 0, t] *= t
-        values[0, 1, t] *= t
-    keys[0, 0, 64], keys[0, 0, 130, 0] = float("nan"), float("inf")
-    other = kv(40, batch=1, seed=7)
-    config = CacheConfig(name, granularity="head")
-    store = filled(config, (keys, values), first)
-    store.crop(keep)
-    store.append(*other)
-    joined = tuple(torch.cat([x[:, :, :keep], y], dim=2) for x, y in zip((keys, values), other, strict=True))
-    assert_same(store, filled(config, joined))
-
-
-@settings(max_examples=80, deadline=None)
-@given(config=configs(quantized=False), data=st.data())
-def test_any_sequence_of_operations_stores_what_the_oracle_says(config: CacheConfig, data: st.DataObject) -> None:
-    store, expected = LayerStore(config), like(config)
-    batch, seed = 2, 0
-    for _ in range(data.draw(st.integers(1, 8))):
-        what = data.draw(st.sampled_from(["append", "append", "append", "crop", "select", "repeat", "reorder", "copy"]))
-        if what == "append" or store.length == 0:
-            n = data.draw(st.sampled_from([1, 1, 2, 8, 33, 70]))
-            keys, values = kv(n, batch=batch, heads=1, key_dim=3, value_dim=2, seed=seed, growing=1.5)
-            seed += 1
-            store.append(keys, values)
-            for t in range(n):
-                expected.append(keys[:, :, t].double().numpy(), values[:, :, t].double().numpy())
-        elif what == "crop":
-            keep = data.draw(st.integers(1, store.length))
-            store.crop(keep)
-            expected.crop(keep)
-        elif what == "copy":
-            store = copy.deepcopy(store) if data.draw(st.booleans()) else pickle.loads(pickle.dumps(store))
-        else:
-            if what == "select":
-                rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=2))
-            elif what == "repeat":
-                rows = [b for b in range(batch) for _ in range(2 if batch <= 2 else 1)]
-            else:
-                rows = data.draw(st.permutations(range(batch)))
-            index = torch.tensor(rows)
-            store.map_batch(lambda x, index=index: x.index_select(0, index))
-            expected.map_batch(rows)
-            batch = len(rows)
-            assert store.shape[0] == batch
-        assert store.length == len(expected.tokens)
-        for found, wanted in zip(decoded(store), expected.now(), strict=True):
-            np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        CacheConfig("int8", residual_length=9, sink_tokens=4),
-        CacheConfig("fp8_e4m3", granularity="head", sink_tokens=4),
-        CacheConfig("int8", granularity="head", key_format="none", residual_length=70),
-    ],
-    ids=["token", "head", "mixed"],
-)
-def test_every_part_of_the_state_follows_the_batch(config: CacheConfig) -> None:
-    """Case 6: sinks, packed segments, the residual window and the scales per head."""
-    pair = kv(150, batch=3, growing=1.0)
-    more = kv(30, batch=3, seed=3, growing=1.0)
-    for function in (
-        lambda x: x.index_select(0, torch.tensor([2, 0, 1])),  # beam search
-        lambda x: x[torch.tensor([1]), ...],
-        lambda x: x.repeat_interleave(2, dim=0),
-    ):
-        store = filled(config, pair, [70])
-        store.map_batch(function)
-        store.append(*(function(x) for x in more))
-        # Each row alone: growth for one row of a batch starts a new segment for all, but changes no scale of another.
-        joined = tuple(torch.cat([function(x), function(y)], dim=2) for x, y in zip(pair, more, strict=True))
-        assert_same(store, filled(config, joined))
-        assert store.shape[0] == joined[0].shape[0]
-
-
-@pytest.mark.parametrize("rows", [[1], [0, 0, 1, 1], [1, 0]], ids=str)
-def test_scales_per_head_follow_the_batch_also_where_a_later_crop_takes_them_back(rows: list[int]) -> None:
-    keys, values = kv(120)
-    keys[1, 0, 64, 0] = float("nan")  # its scale can only be that of the warm-up
-    keys[:, :, 65] *= 30
-    config, index = CacheConfig("int8", granularity="head"), torch.tensor(rows)
-    store = filled(config, (keys, values))
-    store.map_batch(lambda x: x[index])
-    store.crop(65)
-    more = tuple(x[index] for x in kv(20, seed=1))
-    store.append(*more)
-    joined = tuple(torch.cat([x[index][:, :, :65], y], dim=2) for x, y in zip((keys, values), more, strict=True))
-    assert_same(store, filled(config, joined))
-
-
-def test_a_batch_change_before_the_first_token_is_followed() -> None:
-    store = LayerStore(CacheConfig("int8"))
-    store.append(*kv(0))
-    store.map_batch(lambda x: x.repeat_interleave(2, dim=0))
-    store.append(*kv(3, batch=4))
-    assert store.shape == (4, 2, 6, 5)
-
-
-def test_a_batch_change_that_fails_changes_nothing() -> None:
-    store = filled(CacheConfig("int8", granularity="head", residual_length=5, sink_tokens=2), kv(100))
-    before = snapshot(store)
-    with pytest.raises(IndexError):
-        store.map_batch(lambda x: x[torch.tensor([7])])
-    assert snapshot(store) == before
-
-
-def test_what_was_cropped_is_not_kept_in_memory() -> None:
-    store = filled(CacheConfig("int8"), kv(1000))
-    store.crop(10)
-    assert store.nbytes() == filled(CacheConfig("int8"), kv(256)).nbytes()  # the segment that the 10 are in
-
-
-@pytest.mark.parametrize("length", [100, 101, 5000])
-def test_cropping_to_the_length_or_more_changes_nothing(length: int) -> None:
-    store = filled(CacheConfig("int8", residual_length=5), kv(100))
-    before = snapshot(store)
-    store.crop(length)
-    assert snapshot(store) == before
-
-
-def test_a_negative_length_is_refused() -> None:
-    store = filled(CacheConfig("int8", residual_length=5, sink_tokens=2), kv(100))
-    before = snapshot(store)
-    with pytest.raises(ValueError, match="at least 0, not -3"):
-        store.crop(-3)
-    assert snapshot(store) == before
+    assert all(a < b < 2.1 * a for a, b in itertools.pairwise(stores[1:]))
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("granularity", ["token", "head"])
-@pytest.mark.parametrize("n", [20, 100])
+@pytest.mark.parametrize("setup", ["int8 token", "int8 head", "int8 token equalized", "int8 channel"])
+@pytest.mark.parametrize("n", [20, 150])
 @pytest.mark.parametrize(
     ("keys", "values", "message"),
     [
@@ -792,9 +841,9 @@ def test_a_negative_length_is_refused() -> None:
     ],
 )
 def test_tokens_that_do_not_fit_are_refused_and_the_store_is_unchanged_to_the_byte(
-    granularity: str, n: int, keys: torch.Tensor, values: torch.Tensor, message: str
+    setup: str, n: int, keys: torch.Tensor, values: torch.Tensor, message: str
 ) -> None:
-    store = filled(CacheConfig("int8", granularity=granularity, residual_length=3, sink_tokens=2), kv(n))
+    store = filled(config_of(setup, residual_length=3, sink_tokens=2), kv(n))
     before = snapshot(store)
     with pytest.raises(ValueError, match=message):
         store.append(keys, values)
@@ -809,10 +858,11 @@ def test_an_empty_store_refuses_sizes_of_0_and_stays_empty(shape: tuple[int, ...
     assert (store.length, store.shape, store.nbytes()) == (0, None, 0)
 
 
-def test_no_tokens_are_no_change() -> None:
-    store = filled(CacheConfig("int8", residual_length=3, sink_tokens=2), kv(100))
+@some_setups
+def test_no_tokens_are_no_change(setup: str) -> None:
+    store = filled(config_of(setup, residual_length=3, sink_tokens=2), kv(150, **sizes(setup)))
     before = contents(store)
-    assert store.append(*kv(0)) is None
+    assert store.append(*kv(0, **sizes(setup))) is None
     for a, b in zip(contents(store), before, strict=True):
         assert torch.equal(a, b)
 
@@ -821,18 +871,15 @@ def test_no_tokens_are_no_change() -> None:
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        CacheConfig("int8", residual_length=5, sink_tokens=3),
-        CacheConfig("fp8_e5m2", granularity="head"),
-        CacheConfig("none", value_format="int8", granularity="head", residual_length=100),
-    ],
-    ids=["token", "head", "mixed"],
-)
-def test_a_copy_equals_the_original_and_shares_nothing_with_it(config: CacheConfig, way: Any) -> None:
+@pytest.mark.parametrize("residual", [0, 20])
+@some_setups
+def test_a_copy_equals_the_original_and_shares_nothing_with_it(
+    setup: str, residual: int, way: Callable[[LayerStore], LayerStore]
+) -> None:
     """Case 12."""
-    pair, more, other = kv(120), kv(20, seed=1, growing=2.0), kv(20, seed=2, growing=2.0)
+    config = config_of(setup, residual_length=residual, sink_tokens=3)
+    pair = kv(150, **sizes(setup))
+    more, other = (kv(20, seed=seed, growing=2.0, **sizes(setup)) for seed in (1, 2))
     store = filled(config, pair, [70])
     fresh = way(store)
     assert_same(fresh, store)
@@ -840,25 +887,25 @@ def test_a_copy_equals_the_original_and_shares_nothing_with_it(config: CacheConf
     places = [
         {
             x.untyped_storage().data_ptr()
-            for segment in s.segments()
-            for plane in segment.planes()
-            for x in plane.tensors()
+            for x in (*vectors(s), *(x for s in s.segments() for plane in s.planes() for x in plane.tensors()))
         }
         for s in (store, fresh)
     ]
     assert not places[0] & places[1]
     store.append(*more)
     fresh.append(*other)
-    assert_same(store, filled(config, tuple(torch.cat(x, dim=2) for x in zip(pair, more, strict=True))))
-    assert_same(fresh, filled(config, tuple(torch.cat(x, dim=2) for x in zip(pair, other, strict=True))))
+    assert_same(store, filled(config, joined(pair, more)))
+    assert_same(fresh, filled(config, joined(pair, other)))
 
 
-def test_single_tokens_of_changing_strides_are_stored_like_all_at_once() -> None:
+@pytest.mark.parametrize("setup", ["int8 token", "int8 token equalized", "int4 group", "int4_rot group", "nf4 token"])
+def test_single_tokens_of_changing_strides_are_stored_like_all_at_once(setup: str) -> None:
     """What a step keeps from the last one must not outlive the memory or the shape that it was made for."""
-    pair = kv(40, batch=2)
-    store, whole = LayerStore(CacheConfig("int8")), filled(CacheConfig("int8"), pair)
-    store.append(*part(pair, 0, 1))
-    for t in range(1, 40):
+    config = config_of(setup)
+    warm = LayerStore(config).warm
+    pair = kv(warm + 40, batch=2, **sizes(setup))
+    store, whole = filled(config, part(pair, 0, warm + 1)), filled(config, pair)
+    for t in range(warm + 1, warm + 40):
         keys, values = part(pair, t, t + 1)
         if t % 3 == 1:
             keys = keys.transpose(1, 2).contiguous().transpose(1, 2)

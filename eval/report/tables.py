@@ -175,6 +175,8 @@ def write(value: Any, form: str = "") -> str:
     """Writes a value for a table: ``short`` with three digits, ``mega`` in millions, otherwise a format of Python."""
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     known = number(value)
     if known is None or not form:
         return str(value)

@@ -167,8 +167,10 @@ static void encode_head(const QkvRows& rows, const QkvPlane& plane, bool is_key,
   static thread_local Buffer<uint8_t> bytes;
   float* const x = floats.at_least(static_cast<int64_t>(together) * dim);
   uint8_t* const coded = bytes.at_least(static_cast<int64_t>(together) * dim);
-  for (int64_t t = from; t < to; t += together) {
-    for (int k = 0; k < together; ++k) {
+  for (int64_t t = from; t < to;) {
+    // The first group of a plane may have begun with places that hold nothing.
+    const int count = together - static_cast<int>((offset + t) % together);
+    for (int k = 0; k < count; ++k) {
       load_row(x + k * dim, rows.rows, row_at(rows, b, h, t + k), dim, rows.dtype);
       transform_row(plane, h, x + k * dim, dim);
     }
@@ -184,7 +186,7 @@ static void encode_head(const QkvRows& rows, const QkvPlane& plane, bool is_key,
         break;
       case QKV_SCALE_CHANNEL:
         for (int d = 0; d < dim; ++d)
-          encode_vector(x + d, together, dim, plane, start + token / together * plane.group_stride + d, coded + d);
+          encode_vector(x + d, count, dim, plane, start + token / together * plane.group_stride + d, coded + d);
         break;
       default: {
         const float s = static_cast<const float*>(plane.scale)[start];
@@ -192,7 +194,8 @@ static void encode_head(const QkvRows& rows, const QkvPlane& plane, bool is_key,
         else std::memset(coded, 0, dim);
       }
     }
-    for (int k = 0; k < together; ++k) put_row(coded + k * dim, dim, plane, is_key, codes, token + k);
+    for (int k = 0; k < count; ++k) put_row(coded + k * dim, dim, plane, is_key, codes, token + k);
+    t += count;
   }
 }
 
@@ -285,8 +288,7 @@ static int encode(const QkvRows& rows, const QkvPlane& plane, bool is_key, int64
   if (plane.format < QKV_INT2 && is_packed(plane.format) && plane.scale_kind != QKV_SCALE_HEAD &&
       plane.scale_type != QKV_BF16_SCALE)
     return -4;
-  const int together = tokens_together(plane);
-  if (n % together || offset % together) return -5;
+  if ((offset + n) % tokens_together(plane)) return -5;
   over_heads(batch, heads, n, offset, run_length(plane), rows.dim, threads, [&](int64_t b, int64_t h, int64_t from, int64_t to) {
     encode_head(rows, plane, is_key, b, h, from, to, offset);
   });
