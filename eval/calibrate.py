@@ -23,7 +23,7 @@ transformed. That takes a second run over the text, since the vectors must be kn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from qkv.equalizer import multiplier_of
 from qkv.named_caches import as_argument
 from qkv_eval.peers import Progress
 from qkv_eval.perplexity import check_context
-from qkv_eval.text import cut_windows, load_text
+from qkv_eval.text import Text, cut_windows, load_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -108,38 +108,15 @@ def run(
     ours, others = _layers(model, settings.format)
     text = load_text(settings.text)
     windows = cut_windows(tokenizer, text, settings.window, settings.limit)
-    vectors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    if settings.equalize:
-        channels: dict[int, _Channels] = {}
-        sinks = max(0, ATTENTION_SINKS - settings.sink_tokens)
-
-        def see_channels(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            if layer in ours:
-                channels.setdefault(layer, _Channels()).add(_counted(keys, settings.sink_tokens, layer, "keys"), sinks)
-
-        _run_over(model, windows, see_channels, "equalizing", progress)
-        vectors = {layer: seen.vectors() for layer, seen in channels.items()}
-    found: dict[tuple[int, str], _Magnitudes] = {}
-
-    def see_magnitudes(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if layer not in ours:
-            return
-        for side, numbers in (("key", keys), ("value", values)):
-            counted = _counted(numbers, settings.sink_tokens, layer, f"{side}s")
-            if side == "key" and layer in vectors:
-                centre, multiplier = (vector.to(counted.device).unsqueeze(1) for vector in vectors[layer])
-                counted = (counted - centre) / multiplier
-            seen = found.setdefault((layer, side), _Magnitudes(with_histogram=settings.method != "maximum"))
-            seen.add(counted)
-
-    _run_over(model, windows, see_magnitudes, "calibrating", progress)
-    rows: list[dict[str, Any]] = []
-    scales: dict[str, torch.Tensor] = {}
+    vectors = _find_vectors(model, windows, ours, settings, progress) if settings.equalize else {}
+    found = _measure(model, windows, ours, vectors, settings, progress)
     largest_code = float(_stored(settings.format, torch.full((1, 1), 1e30), torch.ones(1)))
-    used = sorted({layer for layer, _ in found})
+    used = [layer for layer in ours if (layer, "key") in found]
+    scales: dict[str, torch.Tensor] = {}
+    rows: list[dict[str, Any]] = []
     for done, layer in enumerate(used):
-        if progress is not None and settings.method == "error":
-            progress("choosing scales", done + 1, len(used))
+        if progress is not None:
+            progress("choosing scales", done, len(used))
         heads: list[dict[str, Any]] = [{"layer": layer, "head": i} for i in range(len(found[layer, "key"].largest))]
         for side in ("key", "value"):
             seen = found[layer, side]
@@ -151,24 +128,61 @@ def run(
         rows += heads
         if layer in vectors:
             scales[f"layers.{layer}.key_centre"], scales[f"layers.{layer}.key_multiplier"] = vectors[layer]
-    tokens = len(windows) * (settings.window - settings.sink_tokens)
-    about = {
-        "method": settings.method + (f" {settings.percentile:g}" if settings.method == "percentile" else ""),
-        "equalized": str(settings.equalize).lower(),
-        "text": text.name,
-        "text_sha256": text.sha256,
-        "tokens": str(tokens),
-        "window": str(settings.window),
-        "sink_tokens": str(settings.sink_tokens),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    if progress is not None:
+        progress("choosing scales", len(used), len(used))
     return {
         "scales": scales,
-        "about": about,
+        "about": _about(settings, text, len(windows)),
         "rows": rows,
         "text": {"name": text.name, "sha256": text.sha256, "windows": len(windows), "window": settings.window},
         "notes": _notes(settings, len(windows), ours, others, used),
     }
+
+
+def _find_vectors(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    layers: Collection[int],
+    settings: CalibrateSettings,
+    progress: Progress | None,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Centre and multiplier of keys, float32 ``[kv_heads, key_dim]`` each, by layer."""
+    channels: dict[int, _Channels] = {}
+    sinks = max(0, ATTENTION_SINKS - settings.sink_tokens)
+
+    def see(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer in layers:
+            counted = _counted(keys, settings.sink_tokens, layer, "keys")
+            channels.setdefault(layer, _Channels()).add(counted, sinks)
+
+    _run_over(model, windows, see, "equalizing", progress)
+    return {layer: seen.vectors() for layer, seen in channels.items()}
+
+
+def _measure(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    layers: Collection[int],
+    vectors: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    settings: CalibrateSettings,
+    progress: Progress | None,
+) -> dict[tuple[int, str], _Magnitudes]:
+    """How large keys and values are as they are encoded, by layer and ``key`` or ``value``."""
+    found: dict[tuple[int, str], _Magnitudes] = {}
+
+    def see(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer not in layers:
+            return
+        for side, numbers in (("key", keys), ("value", values)):
+            counted = _counted(numbers, settings.sink_tokens, layer, f"{side}s")
+            if side == "key" and layer in vectors:
+                centre, multiplier = (vector.to(counted.device).unsqueeze(1) for vector in vectors[layer])
+                counted = (counted - centre) / multiplier
+            seen = found.setdefault((layer, side), _Magnitudes(with_histogram=settings.method != "maximum"))
+            seen.add(counted)
+
+    _run_over(model, windows, see, "calibrating", progress)
+    return found
 
 
 class _Channels:
@@ -356,6 +370,20 @@ def check_settings(settings: CalibrateSettings) -> None:
             f"window={settings.window} leaves nothing: the first {skipped} tokens of each window do not count; use "
             "longer windows"
         )
+
+
+def _about(settings: CalibrateSettings, text: Text, windows: int) -> dict[str, str]:
+    """How scales were found, as metadata; no paths, since files of scales are passed on."""
+    return {
+        "method": settings.method + (f" {settings.percentile:g}" if settings.method == "percentile" else ""),
+        "equalized": str(settings.equalize).lower(),
+        "text": text.name,
+        "text_sha256": text.sha256,
+        "tokens": str(windows * (settings.window - settings.sink_tokens)),
+        "window": str(settings.window),
+        "sink_tokens": str(settings.sink_tokens),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _notes(

@@ -255,10 +255,11 @@ class _Tuner:
         # What is chosen from for each layer: a candidate for its keys and one for its values. Their bits are counted
         # together, since tokens that wait for their group stay exact on both sides.
         self.pairs = list(itertools.product(self.candidates["key"], self.candidates["value"]))
-        self.bits = [
-            [self.ledger.count(self._pair_config(pair), layer)[0] for pair in self.pairs]
-            for layer in self.ledger.layers
-        ]
+        self.bits: list[list[int]] = []
+        for layer in self.ledger.layers:
+            self.report("counting bits", len(self.bits), len(self.ledger.layers))
+            self.bits.append([self.ledger.count(self._uniform_config(at), layer)[0] for at in range(len(self.pairs))])
+        self.report("counting bits", len(self.bits), len(self.bits))
         self.numbers = self.ledger.total(self.base)[1]
         self.shares: dict[tuple[int, Candidate], float] | None = None
         self.reference_time = 0.0
@@ -298,9 +299,9 @@ class _Tuner:
                 raise ValueError(f"no candidate for {side}s can be used with this model; give others with --candidates")
         return usable
 
-    def _pair_config(self, pair: Sequence[Candidate]) -> qkv.CacheConfig:
+    def _uniform_config(self, pick: int) -> qkv.CacheConfig:
         """One pair of candidates for all layers."""
-        return self._config([self.pairs.index((pair[0], pair[1]))] * len(self.ledger.layers))
+        return self._config([pick] * len(self.ledger.layers))
 
     def _config(self, picks: Iterable[int]) -> qkv.CacheConfig:
         """The set-up of a choice of pairs: what most layers have for all, and what differs for single layers."""
@@ -490,10 +491,8 @@ class _Tuner:
     def _uniform(self) -> list[Plan]:
         """One candidate for all keys and one for all values: those that no other beats in bits and prediction."""
         plans = []
-        for place, (key, value) in enumerate(self.pairs):
-            picks = [place] * len(self.ledger.layers)
-            predicted = self._predict(picks)
-            config = self._config(picks)
+        for pick, (key, value) in enumerate(self.pairs):
+            predicted, config = self._predict([pick] * len(self.ledger.layers)), self._uniform_config(pick)
             name = key.name if key.name == value.name else f"{key.name} + {value.name}"
             if any(name == preset.name and config != preset.config for preset in self.presets):
                 name = f"{name}, uniform"

@@ -533,7 +533,7 @@ class LayerStore:
     def _magnitude(
         self, scale: HeadScale, x: torch.Tensor, transform: Transform | None, position: int
     ) -> torch.Tensor:
-        """The largest magnitude of the tokens that are encoded together, for each of them: ``[batch, heads, tokens]``."""
+        """The largest magnitude of the tokens encoded together, for each of them: ``[batch, heads, tokens]``."""
         magnitude = scale.format.magnitude(x if transform is None else transform.forward(x))
         if self.group == 1:
             return magnitude

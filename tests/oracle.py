@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -315,7 +316,7 @@ class Store:
         # Whether they are taken from the first tokens.
         self.takes_vectors = formats[0] is not None and equalize and all(x is None for x in vectors)
         self.vectors = vectors
-        # Tokens that are encoded together, and the position where the next of them begin.
+        # Tokens that are encoded together, up to a position that is a multiple; and where the next of them begin.
         self.together = math.lcm(*(self._size(side) if self._per_channel(side) else 1 for side in (0, 1)))
         self.edge = sink
         self.tokens: list[Token] = []
@@ -347,12 +348,12 @@ class Store:
         self.tokens.append(Token((keys, values)))
         if self.edge == self.sink and len(self.tokens) < self.warm():
             return
-        while self.edge + self.together <= len(self.tokens) - self.residual:
+        while (end := (self.edge // self.together + 1) * self.together) <= len(self.tokens) - self.residual:
             if self.edge == self.sink and self.takes_vectors:
                 first = self._first(0, EQUALIZER_TOKENS)
                 self.vectors = equalizing_vectors(first, equalizing_power(self.formats[0]))
-            self._encode(self.edge, self.edge + self.together)
-            self.edge += self.together
+            self._encode(self.edge, end)
+            self.edge = end
 
     def _first(self, side: int, count: int) -> np.ndarray:
         """The first tokens after the sinks, ``[batch, heads, tokens, dim]``."""
@@ -372,7 +373,7 @@ class Store:
                         bytes_[index] = encode(rows[index], scale[index[:2]], format)
                         out[index] = decode(bytes_[index], scale[index[:2]], format)
                 else:
-                    for index in self._vectors(side, rows.shape):
+                    for index in self._vectors(side, rows.shape, start):
                         bytes_[index], out[index] = self._stored(rows[index], format)
                 out = self._back(side, out)
             stored.append(out)
@@ -382,8 +383,8 @@ class Store:
             token.stored, token.codes = (tuple(x[:, :, i] for x in pair) for pair in (stored, codes))
             token.grown = grown
 
-    def _vectors(self, side: int, shape: tuple[int, ...]) -> list[tuple[int | slice, ...]]:
-        """Where the numbers are that share a scale, in rows ``[batch, heads, tokens, dim]``."""
+    def _vectors(self, side: int, shape: tuple[int, ...], start: int) -> list[tuple[int | slice, ...]]:
+        """Where the numbers are that share a scale, in rows ``[batch, heads, tokens, dim]`` from a position on."""
         batch, heads, tokens, dim = shape
         granularity = self.granularities[side]
         if granularity == "token":
@@ -393,7 +394,8 @@ class Store:
             inside = [(t, slice(d, d + size)) for t in range(tokens) for d in range(0, dim, size)]
         else:
             size = self._size(side)
-            inside = [(slice(t, t + size), d) for t in range(0, tokens, size) for d in range(dim)]
+            edges = [0, *(t for t in range(1, tokens) if (start + t) % size == 0), tokens]
+            inside = [(slice(a, b), d) for a, b in pairwise(edges) for d in range(dim)]
         return [(b, h, *place) for b in range(batch) for h in range(heads) for place in inside]
 
     def _stored(self, vector: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:

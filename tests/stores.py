@@ -194,6 +194,12 @@ def like(config: CacheConfig, **given: torch.Tensor) -> oracle.Store:
         found = [given.get(name) for name in names]
         return tuple(None if x is None else x.double().numpy() for x in found)
 
+    def own(name: str | None, granularity: str | None) -> int | None:
+        """The group of a format that the oracle does not know."""
+        if name is None or name in oracle.FORMATS or granularity not in ("group", "channel"):
+            return None
+        return get_format(name).block or get_format(name).group_sizes[granularity]
+
     names = [None if name == "none" else name for name in both("format")]
     return oracle.Store(
         tuple(names),
@@ -201,7 +207,10 @@ def like(config: CacheConfig, **given: torch.Tensor) -> oracle.Store:
         config.residual_length,
         config.sink_tokens,
         tensors("key_scale", "value_scale"),
-        tuple(both("group_size")),
+        tuple(
+            size or own(name, granularity)
+            for size, name, granularity in zip(both("group_size"), names, both("granularity"), strict=True)
+        ),
         config.equalize,
         tensors("key_centre", "key_multiplier"),
         {name: codec(name) for name in names if name is not None and name not in oracle.FORMATS},

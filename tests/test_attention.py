@@ -392,7 +392,7 @@ def test_the_first_tokens_of_a_run_can_be_hidden(name: str) -> None:
         data = random_data(shape)
         # A token that is not finite spoils all that have their scale from it: those are hidden all.
         together = GROUP_TOKENS if "channel" in name else 1
-        odd = (hidden - sink) // together * together + sink - 1 if hidden > sink else hidden - 1
+        odd = hidden // together * together - 1
         if odd >= 0:
             data.keys[:, :, odd], data.values[:, :, odd, 3] = float("nan"), float("inf")
         seen = Data(data.query, data.keys[:, :, hidden:], data.values[:, :, hidden:])
@@ -421,8 +421,7 @@ def test_a_group_that_a_crop_has_cut_is_read_beside_the_next(name: str) -> None:
         store.crop(length)
         store.append(more.keys[:, :, :n], more.values[:, :, :n])
     if "channel" in name and "head" not in name:
-        assert len(store.packed) > 1
-        assert any(segment.length % GROUP_TOKENS for segment in store.packed)
+        assert [segment.start for segment in store.packed] == [1, 70 % GROUP_TOKENS]
     keys, values = (
         torch.cat([x[:, :, :70], y[:, :, :33]], dim=2) for x, y in ((data.keys, more.keys), (data.values, more.values))
     )
@@ -823,8 +822,8 @@ def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_
         # Exact tokens stay as they are; of what is encoded together all or nothing is a number.
         kept = name == "none" or position < sink or position >= sink + store.packed_length
         together = GROUP_TOKENS if "channel" in name and not kept else 1
-        start = sink + (position - sink) // together * together if not kept else position
-        span = slice(start, start + together)
+        start = position // together * together
+        span = slice(max(start, sink if not kept else 0), start + together)
         seen = torch.ones(2, 1, 5, 80, dtype=torch.bool).tril(75)
         if kind != "causal":
             seen[:, :, 1] = False  # a row that sees nothing
@@ -838,10 +837,11 @@ def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_
         }[kind]
         attends = torch.zeros(2, 5, 6, dtype=torch.bool)
         attends[1, :, :3] = seen[1, 0, :, span].any(dim=-1).unsqueeze(1)
+        # The same numbers, but for the order of summation; a scale per head does not count the token, and may be smaller.
+        atol = 0.02 if "head" in name else 1e-5
         for backend in BACKENDS:
             expected, out = (run(backend, clean.query, view, mask=mask) for view in views)
-            # The same numbers, but for the order of summation in torch's attention.
-            torch.testing.assert_close(out[~attends], expected[~attends], rtol=1e-5, atol=1e-6, msg=backend)
+            torch.testing.assert_close(out[~attends], expected[~attends], rtol=1e-5, atol=atol, msg=backend)
             if side == "values":
                 shows = {channel} if kept else spoilt_channels(views[1], SETUPS[name], channel, 96)
                 wanted = torch.tensor([c in shows for c in range(96)])

@@ -198,11 +198,8 @@ def group_of(config: CacheConfig) -> int:
 
 def exact_by_the_book(config: CacheConfig, length: int, warm: int) -> list[bool]:
     """Of each token, whether it is exact: sinks, the residual window, an unfinished group, all while warming up."""
-    group = group_of(config)
-    if length < warm:
-        return [True] * length
-    encoded = max(0, length - config.residual_length - config.sink_tokens) // group * group
-    return [not config.sink_tokens <= t < config.sink_tokens + encoded for t in range(length)]
+    end = 0 if length < warm else max(0, length - config.residual_length) // group_of(config) * group_of(config)
+    return [not config.sink_tokens <= t < end for t in range(length)]
 
 
 def assert_exact(store: LayerStore, pair: Pair, expected: list[bool]) -> None:
@@ -369,6 +366,8 @@ def test_later_larger_tokens_do_not_saturate(name: str, cuts: list[int], factor:
 @pytest.mark.parametrize("factor", [3.0, 1e3])
 def test_later_larger_keys_do_not_saturate_though_vectors_are_those_of_the_first(setup: str, factor: float) -> None:
     """Case 2."""
+    if setup.startswith("nvfp4"):
+        factor = min(factor, 100.0)  # its scales end at 448, as NVIDIA says
     keys, values = kv(300, **sizes(setup))
     keys[:, :, 200:] *= factor
     store = filled(config_of(setup), (keys, values))
@@ -624,8 +623,9 @@ def test_keys_and_values_may_have_different_formats(key: str, value: str) -> Non
         if name == "none":
             np.testing.assert_array_equal(found[side], pair[side].double().numpy())
             continue
-        # As beside itself, but for tokens that wait for a group of the other side.
-        alone = decoded(filled(CacheConfig(name, residual_length=2, equalize=False), pair))[side]
+        # As beside keys or values that are not quantized, but for tokens that wait for a group of the other side.
+        names = {"key_format": name, "value_format": "none"} if side == 0 else {"value_format": name}
+        alone = decoded(filled(CacheConfig("none", **names, residual_length=2, equalize=False), pair))[side]
         encoded = store.packed_length
         assert encoded >= 64
         np.testing.assert_array_equal(found[side][:, :, :encoded], alone[:, :, :encoded])
@@ -746,7 +746,8 @@ def test_bits_per_value_are_those_of_the_codes_and_of_what_groups_share(name: st
 @each_setup
 def test_stored_bits_are_the_bytes_of_the_tensors_where_segments_are_full(setup: str) -> None:
     """Case 17."""
-    store = filled(config_of(setup), kv(256, **sizes(setup)))
+    pair = tuple(x.clamp(-1, 1) for x in kv(256, **sizes(setup)))  # scales per head do not grow
+    store = filled(config_of(setup), pair)
     assert store.packed_length == store.length == sum(segment.capacity for segment in store.packed)
     held = sum(x.nbytes for segment in store.packed for plane in segment.planes() for x in plane.tensors())
     assert store.stored_bits() == 8 * held

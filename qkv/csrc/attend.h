@@ -108,23 +108,30 @@ static bool load_scales(const QkvPlane& plane, int64_t b, int64_t h, int64_t off
 
 static float code_unit(int32_t format) { return format == QKV_E4M3 ? Fp8Codec<7>::kUnit : 1.0f; }
 
-// Rounds rows of n numbers to 16 bits, at most `limit`, and appends zeros up to `padded`; unit[r * step] is worth one step
-// of row r, NaN where a row is not finite.
-static void round_rows(const float* x, int64_t stride, int rows, int n, int padded, float limit, int16_t* out,
-                       float* unit, int64_t step = 1) {
+// Rounds rows of n numbers to 16 bits, at most `limit`; unit[r * step] is worth one step of row r, NaN where a row is not
+// finite. Works in whole sets of 16: behind the n numbers there are zeros, and become zeros.
+static void round_rows(const float* x, int64_t stride, int rows, int n, float limit, int16_t* out, float* unit,
+                       int64_t step = 1) {
+  const vf zero = vf_set1(0);
+  const int padded = round_up(n, 16);
   for (int r = 0; r < rows; ++r, x += stride, out += stride) {
-    float top = 0;
-    bool finite = true;
-    for (int d = 0; d < n; ++d) {
-      const float a = std::fabs(x[d]);
-      finite = finite && a <= 3.4028235e38f;
-      top = a > top ? a : top;
+    vf top = zero, odd = zero;
+    for (int d = 0; d < padded; d += kLanes) {
+      const vf v = vf_load(x + d);
+      top = vf_max(vf_max(v, vf_sub(zero, v)), top);
+      odd = vf_fma(v, zero, odd);  // 0 unless v is not finite
     }
+    const bool finite = vf_hsum(odd) == 0.0f;
+    const float largest = vf_hmax(top);
     // Below this the reciprocal would overflow; such a row makes no score worth the name.
-    const float inverse = top > 1e-34f && finite ? limit / top : 0.0f;
-    for (int d = 0; d < padded; ++d)
-      out[d] = finite && d < n ? static_cast<int16_t>(std::nearbyint(x[d] * inverse)) : 0;
-    unit[r * step] = finite ? top / limit : __builtin_nanf("");
+    const bool usable = finite && largest > 1e-34f;
+    unit[r * step] = finite ? largest / limit : __builtin_nanf("");
+    if (!usable) {
+      std::memset(out, 0, padded * sizeof(int16_t));
+      continue;
+    }
+    const vf inverse = vf_set1(limit / largest);
+    for (int d = 0; d < padded; d += kLanes) vf_store_i16(out + d, vf_mul(vf_load(x + d), inverse));
   }
 }
 
@@ -153,12 +160,12 @@ static void fold_query(const QkvAttend& a, Workspace& w, int64_t h) {
     }
   }
   if (!plane || plane->scale_kind != QKV_SCALE_GROUP)
-    return round_rows(w.packed, w.key_stride, w.rows, dim, w.key_stride, query_limit(dim), w.q16, w.q_unit);
+    return round_rows(w.packed, w.key_stride, w.rows, dim, query_limit(dim), w.q16, w.q_unit);
   // Group by group: where keys of a group are large the query is small, and must not be rounded as elsewhere.
   const int groups = w.key_stride / 16;
   for (int g = 0, at = 0; at < dim; ++g, at += plane->group) {
-    const int n = least(plane->group, dim - at), padded = at + n < dim ? n : w.key_stride - at;
-    round_rows(w.packed + at, w.key_stride, w.rows, n, padded, query_limit(dim), w.q16 + at, w.group_unit + g, groups);
+    const int n = least(plane->group, dim - at);
+    round_rows(w.packed + at, w.key_stride, w.rows, n, query_limit(dim), w.q16 + at, w.group_unit + g, groups);
     for (int r = 0; r < w.rows; ++r) {
       const float* k = w.packed + r * w.key_stride + at;
       float sum = 0;
@@ -260,7 +267,7 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
         w.factor[r] = vf_hsum(sum);
       }
       if (whole_numbers<C>())
-        round_rows(w.folded, w.key_stride, w.rows, dim, w.key_stride, query_limit(dim), w.folded16, w.unit);
+        round_rows(w.folded, w.key_stride, w.rows, dim, query_limit(dim), w.folded16, w.unit);
       const int64_t skip = t / 16 * tile;
       const Pass pass{base + skip, tile, C::kBytes, (count + 15) / 16, pairs, ahead + skip, key.table};
       dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), w.key_stride, w.scores + t, kBlock);
@@ -485,7 +492,7 @@ static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value,
       }
       w.value_shift[r] = odd ? __builtin_nanf("") : sum;
     }
-    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, padded, 32767.0f, w.folded16, w.unit);
+    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, 32767.0f, w.folded16, w.unit);
     const Pass pass{whole.base + at / 16 * C::kBytes, C::kBytes, whole.step, units, whole.n,
                     whole.ahead + at / 16 * C::kBytes * whole.n, whole.table};
     dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), kBlock, w.tile, w.value_stride);
@@ -509,7 +516,7 @@ static void add_by_channel(const QkvAttend& a, Workspace& w, const QkvPlane& val
     const Pass pass{whole.base + t / 2 * whole.step, C::kBytes, whole.step, whole.groups, (count + 1) / 2,
                     whole.ahead + t / 2 * whole.step, whole.table};
     if (whole_numbers<C>())
-      round_rows(w.prob + t, kBlock, w.rows, count, round_up(count, 2), 32767.0f, w.p16 + t, w.unit);
+      round_rows(w.prob + t, kBlock, w.rows, count, 32767.0f, w.p16 + t, w.unit);
     dot_rows<C>(pass, w.rows, chosen<C>(w.p16, w.prob) + t, kBlock, w.tile, w.value_stride);
     for (int r = 0; r < w.rows; ++r) {
       const float* p = w.prob + r * kBlock + t;

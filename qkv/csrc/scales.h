@@ -42,12 +42,14 @@ static bool load_vectors(const QkvPlane& p, int64_t at, int n, int padded, float
   if (p.scale_type == QKV_UE5M3 && p.offset_type == QKV_ZERO_POINT) {  // the usual ones, without a choice inside
     const uint8_t* s = static_cast<const uint8_t*>(p.scale) + at;
     const int8_t* o = static_cast<const int8_t*>(p.offset) + at;
+    int odd = 0;
     for (int i = 0; i < n; ++i) {
       const float v = ue5m3_value(s[i]);
       scale[i] = v;
       offset[i] = static_cast<float>(o[i]) * v;
-      sum += 0.0f * v;
+      odd |= s[i] == 255;
     }
+    sum = static_cast<float>(odd);
   } else {
     for (int i = 0; i < n; ++i) {
       const float v = scale_value(p.scale, at + i, p.scale_type);
