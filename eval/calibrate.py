@@ -33,7 +33,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import qkv
-from qkv.equalizer import multiplier_of
 from qkv.named_caches import as_argument
 from qkv_eval.peers import Progress
 from qkv_eval.perplexity import check_context
@@ -46,6 +45,9 @@ FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2")
 METHODS = ("maximum", "percentile", "error")
 # First tokens of a window that have no part in the centre of keys.
 ATTENTION_SINKS = 4
+# What the distances of channels are raised to, and the part of the largest one that a channel at rest counts as.
+POWER = 0.7
+_LEAST_DISTANCE = 2.0**-12
 # Tokens in one pass through a model.
 _PASS_TOKENS = 2048
 # Bins of a histogram for each factor of two, how far down they reach, and the points that stand for the numbers of one.
@@ -207,7 +209,14 @@ class _Channels:
         """Centre and multiplier, float32 ``[heads, dim]`` each, on the CPU."""
         centre = (self._sum / self._count).float()
         distance = torch.maximum(self._high.double() - centre.double(), centre.double() - self._low.double())
-        return centre.cpu(), multiplier_of(distance).cpu()
+        return centre.cpu(), _multiplier(distance).cpu()
+
+
+def _multiplier(distance: torch.Tensor) -> torch.Tensor:
+    """What channels are divided by, float32 ``[heads, dim]``, for their largest distances from the centre, float64."""
+    top = distance.amax(dim=-1, keepdim=True)
+    logarithm = torch.where(top > 0, torch.maximum(distance, top * _LEAST_DISTANCE), 1.0).log()
+    return (POWER * (logarithm - logarithm.mean(dim=-1, keepdim=True))).exp().float()
 
 
 class _Magnitudes:

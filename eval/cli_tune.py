@@ -37,9 +37,9 @@ def tune(
         str | None, typer.Option("--candidates", help="a YAML file with lists keys and values", metavar="FILE")
     ] = None,
     formats: Annotated[
-        str, typer.Option("--formats", help="set-ups of ours to verify beside the choice: formats, YAML files")
+        str, typer.Option("--formats", help="set-ups of ours to verify beside it and the presets near it")
     ] = "int8",
-    sinks: Annotated[int, typer.Option("--sinks", min=0, help="first tokens that stay exact")] = 0,
+    sinks: Annotated[int, typer.Option("--sinks", min=0, help="first tokens that stay exact")] = 4,
     context: Annotated[
         int | None,
         typer.Option("--context", min=1, help="tokens in the cache when bits and time count (default: --window)"),
@@ -50,7 +50,7 @@ def tune(
     limit: Annotated[int, typer.Option("--limit", min=0, help="held-out windows to verify on; 0: all")] = 4,
     validate: Annotated[int, typer.Option("--validate", min=1, help="windows to validate on")] = 2,
     measure_window: Annotated[
-        int, typer.Option("--measure-window", min=8, help="tokens in a window for measuring single layers")
+        int, typer.Option("--measure-window", min=256, help="tokens in a window for measuring single layers")
     ] = 512,
     measure_windows: Annotated[int, typer.Option("--measure-windows", min=1, help="windows for measuring")] = 2,
     points: Annotated[int, typer.Option("--points", min=0, help="other budgets to verify the front at")] = 6,

@@ -3,10 +3,11 @@
 1. Measure (``qkv_eval.tune_costs``): the KL divergence of each candidate for each side of each layer, one pass each,
    all else unquantized; the bits it stores; if a limit is on it, its time.
 2. Solve (``qkv_eval.tune_solve``): one candidate for each side of each layer, with the least sum of divergences under
-   the budget. The sum is a prediction: errors of several layers do not quite add up.
+   the budget; once by the figures as measured, once by smoothed ones. The sum is a prediction: errors of several layers
+   do not quite add up.
 3. Validate, on other windows of the text: the solutions at several budgets beside uniform set-ups (one candidate for
-   all keys, one for all values). What is chosen is the best of all that keep the budget, so that it lies on the front
-   of the uniform ones or below it even where the prediction misleads.
+   all keys, one for all values), presets among them. What is chosen is the best of all that keep the budget, so that it
+   lies on the front of the uniform ones or below it even where the prediction misleads.
 4. Verify on held-out windows, which nothing was chosen by: the figures to quote, those of ``qkv eval ppl``.
 
 The three parts of the text are apart: whole windows each, in the order measuring, validation, held-out; of a window for
@@ -57,12 +58,19 @@ if TYPE_CHECKING:
 # Part of every key: to be raised when the same words come to mean another computation.
 KEY_VERSION = 1
 TUNED = "tuned"
+# Positions at the start of a window that are not looked at when single layers are measured: formats that take scales or
+# rotations from the first tokens keep these exact until then, which would make them look better than they are.
+_SKIP = 160
 # Budgets at which the predicted front is drawn.
 _FRONT_POINTS = 24
 # Uniform set-ups that are validated because they are the best predicted ones within the limits.
 _BEST_UNIFORM = 3
 # How often a bracket around the bound on the divergence is cut, and into how many parts.
 _CUTS, _PARTS = 2, 4
+# Presets of at most so many bits per value more or less than the choice are verified beside it.
+_NEAR = 0.75
+# Divergences below it count as this much where their logarithms are looked at.
+_LEAST_KLD = 1e-9
 # A prediction that is off by more than this is told.
 _OFF = 2.0
 # How often a choice that turns out to take too long is solved again with a tighter limit.
@@ -79,14 +87,13 @@ class TuneSettings:
         max_ratio_of_time: time of attention at most, as a part of that with ``int8`` in all layers.
         text, dataset: as in ``qkv_eval.ppl.PplSettings``.
         candidates: a YAML file, see ``qkv_eval.tune_costs.read_candidates``; None: the default ones.
-        formats: set-ups of ours by name to verify beside the choice.
+        formats: set-ups of ours by name to verify beside the choice; the presets of about its bits come along.
         sink_tokens: the first tokens that stay exact, with every candidate.
         context: tokens in the cache when bits are counted and attention is timed; None: ``window``.
         window: tokens in a window for validation and verification.
         limit: held-out windows; None: what is left of the text.
         validate: windows for validation.
-        measure_window, measure_windows: tokens in a window for measuring single layers, and such windows. The first
-            quarter of such a window is not scored.
+        measure_window, measure_windows: tokens in a window for measuring single layers, 256 or more, and such windows.
         points: budgets beside the one asked for at which the front is validated and verified.
         rounds: timed turns of each candidate.
     """
@@ -98,7 +105,7 @@ class TuneSettings:
     dataset: str | None = None
     candidates: str | None = None
     formats: tuple[str, ...] = ("int8",)
-    sink_tokens: int = 0
+    sink_tokens: int = 4
     context: int | None = None
     window: int = 2048
     limit: int | None = 4
@@ -120,7 +127,7 @@ class TuneSettings:
                 raise ValueError(f"{name}={value} must be a number above 0")
         if self.text is not None and self.dataset is not None:
             raise ValueError("give a text file or a data set, not both")
-        for name, least in (("validate", 1), ("measure_windows", 1), ("measure_window", 8), ("points", 0)):
+        for name, least in (("validate", 1), ("measure_windows", 1), ("measure_window", 256), ("points", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use {least} or more")
         if self.measure_window > self.window:
@@ -237,7 +244,7 @@ class _Tuner:
         self.report: Progress = progress or (lambda what, done, total: None)
         self.store = _Store(results, identity, setup)
         given = read_candidates(settings.candidates) if settings.candidates is not None else None
-        presets = [_preset(name, model) for name in dict.fromkeys(settings.formats)]
+        asked = dict(_preset(name, model) for name in settings.formats)
         check_context(model, settings.window)
         self.text = load_dataset_text(settings.dataset) if settings.dataset is not None else load_text(settings.text)
         self.parts = split_text(tokenizer, self.text, settings)
@@ -250,8 +257,10 @@ class _Tuner:
         self.ledger = Ledger(model, settings.context or settings.window)
         self.candidates = self._usable(given)
         self.presets = [
-            Plan(name, "preset", config, self.ledger.bits_per_value(config), None) for name, config in presets
+            Plan(name, "preset", config, self.ledger.bits_per_value(config), None) for name, config in asked.items()
         ]
+        self._given = set(asked)
+        self.presets += self._other_presets()
         # What is chosen from for each layer: a candidate for its keys and one for its values. Their bits are counted
         # together, since tokens that wait for their group stay exact on both sides.
         self.pairs = list(itertools.product(self.candidates["key"], self.candidates["value"]))
@@ -299,6 +308,20 @@ class _Tuner:
                 raise ValueError(f"no candidate for {side}s can be used with this model; give others with --candidates")
         return usable
 
+    def _other_presets(self) -> list[Plan]:
+        """The presets of about the bits that were asked for; all of them where bits were not asked for."""
+        found = []
+        for name, config in (_preset(name, self.model) for name in qkv.presets()):
+            if any(config == plan.config for plan in self.presets):
+                continue
+            try:
+                bits = self.ledger.bits_per_value(config)
+            except ValueError:  # it does not go with this model
+                continue
+            if self.settings.bits is None or abs(bits - self.settings.bits) <= _NEAR:
+                found.append(Plan(name, "preset", config, bits, None))
+        return found
+
     def _uniform_config(self, pick: int) -> qkv.CacheConfig:
         """One pair of candidates for all layers."""
         return self._config([pick] * len(self.ledger.layers))
@@ -342,10 +365,9 @@ class _Tuner:
 
     def _measure_klds(self) -> None:
         settings = self.settings
-        skip = settings.measure_window // 4
         facts: dict[str, Any] = {
             "windows": _digest(self.parts.measuring),
-            "skip": skip,
+            "skip": _SKIP,
             "sink_tokens": settings.sink_tokens,
         }
         wanted = [
@@ -361,7 +383,7 @@ class _Tuner:
                 if row is None:
                     begin = time.perf_counter()
                     if passes is None:
-                        passes = Passes(self.model, self.parts.measuring, skip)
+                        passes = Passes(self.model, self.parts.measuring, _SKIP)
                         passes.__enter__()
                     config = replace(self.base, layers={layer: candidate.changes()})
                     divergence = passes.divergence(config, layer).double()
@@ -452,8 +474,13 @@ class _Tuner:
 
     # ---- choosing
 
-    def _solve(self, budget: float | None, name: str) -> Plan | None:
-        """The best choice within a budget of bits per value, or none, and within the limit on the time."""
+    def _solve(self, budget: float | None, name: str, smooth: bool = False) -> Plan | None:
+        """The best choice within a budget of bits per value, or none, and within the limit on the time.
+
+        With ``smooth``, each divergence is drawn halfway (of logarithms) to what its layer and its candidate have on
+        the whole: single ones, measured on few predictions, are noisy, and a solution seeks out what came out low.
+        """
+        costs = self._smooth_costs() if smooth else self._costs()
         ratio = self.settings.max_ratio_of_time
         tight_ratio = ratio
         for _ in range(_TRIES):
@@ -465,7 +492,6 @@ class _Tuner:
             if tight_ratio is not None:
                 limits.append(tight_ratio * self.reference_time)
                 weights.append(self._times())
-            costs = [[self._kld(layer, pair) for pair in self.pairs] for layer in self.ledger.layers]
             found = solve(costs, [list(zip(*parts, strict=True)) for parts in zip(*weights, strict=True)], limits)
             if found is None:
                 return None
@@ -480,6 +506,21 @@ class _Tuner:
         config = self._config(found.picks)
         bits, ratio = self.ledger.bits_per_value(config), self._time_ratio(config)
         return Plan(name, TUNED, config, bits, self._predict(found.picks), ratio, found.exact)
+
+    def _costs(self) -> list[list[float]]:
+        """The divergence by layer and pair."""
+        return [[self._kld(layer, pair) for pair in self.pairs] for layer in self.ledger.layers]
+
+    def _smooth_costs(self) -> list[list[float]]:
+        smooth: dict[tuple[int, Candidate], float] = {}
+        for side in SIDES:
+            candidates = self.candidates[side]
+            klds = [[max(_LEAST_KLD, self._kld(layer, [c])) for c in candidates] for layer in self.ledger.layers]
+            logs = torch.tensor(klds, dtype=torch.float64).log()
+            fitted = logs.mean(0, keepdim=True) + logs.mean(1, keepdim=True) - logs.mean()
+            for layer, row in zip(self.ledger.layers, ((logs + fitted) / 2).exp().tolist(), strict=True):
+                smooth |= {(layer, candidate): value for candidate, value in zip(candidates, row, strict=True)}
+        return [[sum(smooth[layer, each] for each in pair) for pair in self.pairs] for layer in self.ledger.layers]
 
     def _predict(self, picks: Iterable[int]) -> float:
         return sum(self._kld(layer, self.pairs[pick]) for layer, pick in zip(self.ledger.layers, picks, strict=True))
@@ -517,16 +558,19 @@ class _Tuner:
         if settings.max_kld is not None:
             budgets |= set(self._budgets(6))
         points = self._solve_at(budgets)
-        pool = [*thin, *points.values()]
+        # Presets that are uniform set-ups of the candidates; others are only verified beside the choice.
+        pairs = {self._uniform_config(pick) for pick in range(len(self.pairs))}
+        presets = [plan for plan in self.presets if plan.config in pairs]
+        presets = [replace(plan, time_ratio=self._time_ratio(plan.config)) for plan in presets]
+        pool = [*thin, *points.values(), *(plan for plan in presets if self._is_fast_enough(plan))]
         if settings.max_kld is not None:
             self._validate(pool)
             return self._fewest_bits(pool, points), pool, points
         within = [plan for plan in uniform if settings.bits is None or plan.bits <= settings.bits]
         pool += sorted(within, key=lambda plan: plan.predicted or 0.0)[:_BEST_UNIFORM]
-        asked = self._solve(settings.bits, TUNED)
-        if asked is not None:
-            pool.append(asked)
-        if asked is None and not within:
+        asked = [plan for smooth in (False, True) if (plan := self._solve(settings.bits, TUNED, smooth)) is not None]
+        pool += asked
+        if not asked and not within:
             raise ValueError(f"no choice of the candidates keeps {self.asked()}")
         self._validate(pool)
         return self._best(pool, settings.bits), pool, points
@@ -630,6 +674,7 @@ class _Tuner:
         presets = [
             replace(plan, predicted=known.get(plan.config), time_ratio=self._time_ratio(plan.config))
             for plan in self.presets
+            if plan.name in self._given or abs(plan.bits - chosen.bits) <= _NEAR
         ]
         named = {plan.config for plan in presets}
         beside = [plan for plan in uniform if plan.config in self.validated and plan.config not in named]
@@ -696,14 +741,15 @@ class _Tuner:
         better = [
             row
             for row in verified
-            if row["kind"] == "uniform" and row["bits_per_value"] <= choice["bits_per_value"] and found is not None
-            and row["kld_mean"] is not None and row["kld_mean"] < found
+            if row["kind"] in ("uniform", "preset") and row["bits_per_value"] <= choice["bits_per_value"]
+            and found is not None and row["kld_mean"] is not None and row["kld_mean"] < found
         ]  # fmt: skip
         if better:
             row = min(better, key=lambda row: row["kld_mean"])
             self.notes.append(
                 f"{row['format']} stores no more and has the lower divergence on held-out text ({row['kld_mean']:.3g} "
-                f"and {found:.3g} nats); on the validation text it had not"
+                f"and {found:.3g} nats)"
+                + ("" if row["kld_validation"] is None else "; on the validation text it had not")
             )
 
     def _cost_rows(self, chosen: Plan) -> list[dict[str, Any]]:

@@ -44,21 +44,13 @@ _FIELDS = ("format", "granularity", "group_size", "equalize")
 _PASS_TOKENS = 2048
 # Layers of a cache whose attention is timed, at most: more of small ones would take long to fill.
 _MOST_TIMED = 256
-# Keys: integers with a scale for each channel and group of tokens, since channels differ much in size. Values: integers
-# with a scale for each token and group of channels, rotated, since tokens differ.
-_DEFAULT: dict[str, tuple[dict[str, Any], ...]] = {
-    "key": (
-        {"format": "int2", "granularity": "channel", "group_size": 32},
-        *({"format": f"int{n}", "granularity": "channel", "group_size": 64} for n in (2, 3, 4, 5, 6)),
-        {"format": "int8"},
-    ),
-    "value": (
-        {"format": "int2_rot", "granularity": "group", "group_size": 32},
-        *({"format": f"int{n}_rot", "granularity": "group", "group_size": 64} for n in (2, 3, 4, 5, 6)),
-        {"format": "int8"},
-    ),
-}
-# Until there are formats of fewer bits: what there is.
+# Of both sides: what the presets are made of, each with its own granularity for keys and for values.
+_DEFAULT: tuple[dict[str, Any], ...] = (
+    {"format": "int2_rot", "group_size": 32},
+    *({"format": f"int{bits}_rot"} for bits in (2, 3, 4, 5, 6)),
+    {"format": "int8"},
+)
+# Where these formats are not there.
 _FALLBACK = ({"format": "int8"}, {"format": "fp8_e4m3"}, {"format": "fp8_e5m2"}, {"format": "none"})
 
 
@@ -154,12 +146,11 @@ def default_candidates(head_dims: Iterable[int]) -> dict[str, tuple[Candidate, .
     common = math.gcd(*head_dims)
     found = {}
     for side in SIDES:
-        meant = [item for item in _DEFAULT[side] if item["format"] in qkv.formats()]
         candidates: dict[Candidate, None] = {}
-        fallback = [item for item in _FALLBACK if item["format"] in qkv.formats()]
-        for item in meant if len(meant) > 1 else fallback:
+        meant = [item for item in _DEFAULT if item["format"] in qkv.formats()]
+        for item in meant if len(meant) > 1 else [item for item in _FALLBACK if item["format"] in qkv.formats()]:
             size: Any = item.get("group_size")
-            if size is not None and item["granularity"] == "group":
+            if size is not None and side == "value":
                 size = next(n for n in range(min(size, common), 0, -1) if common % n == 0)
             candidates[Candidate(side, **(item | {"group_size": size}))] = None
         found[side] = tuple(candidates)

@@ -297,6 +297,9 @@ class Plane:
             result.offset = self.offset.data_ptr()
         if self.format.table is not None:
             result.table = native.table(self.format.table)
+            nearest = self.format.nearest(self.codes.device) if self.format.native_encode else None
+            if nearest is not None:
+                result.bound, result.below, result.above = (x.data_ptr() for x in nearest)
         if self.transform is not None:
             for name in ("signs", "centre", "multiplier"):
                 tensor = getattr(self.transform, name)

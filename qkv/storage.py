@@ -382,6 +382,8 @@ class LayerStore:
             if self.residual.length == 0 and self.config.residual_length == 0 and self.group == 1:
                 self.residual = None  # it held the tokens of the warm-up
                 self.version += 1
+            elif not encoded_before:
+                self.residual = self._cut(self.residual, self.residual.length)
         else:
             old, gone = 0, (keys[:, :, :0], values[:, :, :0])
         new = leaving - old
@@ -397,8 +399,12 @@ class LayerStore:
             return None
         warm = 0 if encoded_before else self.warm
         at_once = self.config.residual_length == 0 and self.group == 1
-        if self.config.prefill == "stored" and at_once and before + 1 >= warm:
-            return None
+        if self.config.prefill == "stored" and at_once:
+            # Only during the warm-up, and then only of its own tokens, is anything seen exactly.
+            leaving = min(leaving, warm - first_packed - into_sink) if before + 1 < warm else 0
+            if leaving <= 0:
+                return None
+            late_keys, late_values = late_keys[:, :, :leaving], late_values[:, :, :leaving]
         exact = Segment(Plane.of_rows(late_keys, True), Plane.of_rows(late_values, False), leaving, leaving)
         return Late(exact, first_packed + into_sink, self.config.residual_length, warm, self.group)
 

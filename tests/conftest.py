@@ -73,6 +73,19 @@ def tiny_model(_tiny: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
+def _wide() -> PreTrainedModel:
+    return make_tiny_model(head_dim=32)
+
+
+@pytest.fixture
+def wide_model(_wide: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """As the tiny model, with a head size that every format has."""
+    qkv.disable(_wide)
+    yield _wide
+    qkv.disable(_wide)
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of bytes that fits the tiny model."""
     return make_tiny_tokenizer()

@@ -133,7 +133,7 @@ def contents(store: LayerStore) -> list[torch.Tensor]:
 
 def exact_tokens(store: LayerStore) -> list[bool]:
     """Of each token held, whether it is exact."""
-    return [run.segment.key.format is None for run in store.runs() for _ in range(run.length)]
+    return [run.segment not in store.packed for run in store.runs() for _ in range(run.length)]
 
 
 def vectors(store: LayerStore) -> list[torch.Tensor]:
@@ -227,6 +227,17 @@ def assert_equals(store: LayerStore, expected: oracle.Store) -> None:
     assert exact_tokens(store) == [token.codes is None for token in expected.tokens]
     for found, wanted in zip(decoded(store), expected.now(), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def group_of(config: CacheConfig) -> int:
+    """Tokens that are encoded together."""
+    return config.group_size if config.granularity == "channel" else 1
+
+
+def exact_by_the_book(config: CacheConfig, length: int, warm: int) -> list[bool]:
+    """Of each token, whether it is exact: sinks, the residual window, an unfinished group, all while warming up."""
+    end = 0 if length < warm else max(0, length - config.residual_length) // group_of(config) * group_of(config)
+    return [not config.sink_tokens <= t < end for t in range(length)]
 
 
 SIZES = {"key_dim": 32, "value_dim": 32}

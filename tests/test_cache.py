@@ -11,25 +11,42 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_tiny_model
+from setups import SETUPS, format_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import qkv
 from qkv.named_caches import as_argument
+from qkv.planes import Plane
 
 QUANTIZED = [name for name in qkv.formats() if name != "none"]
-# Different ways to store; every one must keep the promises below.
-WAYS: list[dict[str, Any]] = [
-    {"format": "int8"},
+INT8 = {"format": "int8", "equalize": False}
+# Keys per channel, in groups of tokens: what is not a whole group waits, and a crop may cut one.
+CHANNELS = {"format": "int4_rot", "key_format": "int4", "key_granularity": "channel", "key_group_size": 32}
+# Of these neither a token nor a row of a batch depends on what comes with it.
+TOKEN_WISE: list[dict[str, Any]] = [
+    INT8,
     {"format": "fp8_e4m3"},
     {"format": "fp8_e5m2"},
-    {"format": "int8", "granularity": "head"},
-    {"format": "int8", "residual_length": 5, "sink_tokens": 3},
-    {"format": "fp8_e4m3", "granularity": "head", "residual_length": 7},
     {"format": "none", "value_format": "int8"},
+    {"format": "int4", "granularity": "group"},
+    {"format": "int5_rot", "granularity": "token", "equalize": False},
+    {"format": "nf4"},
 ]
-TOKEN_WISE = [w for w in WAYS if "granularity" not in w and "residual_length" not in w]
+# Different ways to store; every one must keep the promises below.
+WAYS: list[dict[str, Any]] = [
+    *TOKEN_WISE,
+    {"format": "int8"},
+    {**INT8, "granularity": "head"},
+    {**INT8, "residual_length": 5, "sink_tokens": 3},
+    {"format": "fp8_e4m3", "granularity": "head", "residual_length": 7},
+    CHANNELS,
+    {**CHANNELS, "key_format": "int8", "residual_length": 5, "sink_tokens": 3},
+    {"format": "k5v4"},
+]
+LONG = 200  # tokens; keys that are equalized stay exact until there are 128 of them behind the sinks
 
 
 def prompt(batch: int, length: int, seed: int = 1) -> torch.Tensor:
@@ -88,11 +105,11 @@ def in_pieces(model: PreTrainedModel, way: dict[str, Any], ids: torch.Tensor, pi
 def test_one_pass_pieces_and_single_steps_agree(way: dict[str, Any], tiny_model: PreTrainedModel) -> None:
     """Case 11. In double precision no code can differ by rounding, so that this is about what a query sees."""
     model = qkv.enable(copy.deepcopy(tiny_model).double())
-    ids = prompt(2, 150)
+    ids = prompt(2, LONG)
     way = {**way, "backend": "reference"}
-    whole = in_pieces(model, way, ids, [150])
-    assert torch.allclose(in_pieces(model, way, ids, [1] * 150), whole, rtol=0, atol=1e-9)
-    assert torch.allclose(in_pieces(model, way, ids, [100, 3, 40, 7]), whole, rtol=0, atol=1e-9)
+    whole = in_pieces(model, way, ids, [LONG])
+    assert torch.allclose(in_pieces(model, way, ids, [1] * LONG), whole, rtol=0, atol=1e-9)
+    assert torch.allclose(in_pieces(model, way, ids, [100, 3, 40, 7, 50]), whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -100,25 +117,25 @@ def test_fused_steps_agree_with_one_pass_far_within_the_error_of_the_format(
     way: dict[str, Any], tiny_model: PreTrainedModel
 ) -> None:
     """Case 11. Rounding in float32 flips single codes by one step, so the measure is what the format itself does."""
-    ids = prompt(2, 150)
+    ids = prompt(2, LONG)
     exact = logits(tiny_model, DynamicCache(config=tiny_model.config), ids).log_softmax(-1)
     qkv.enable(tiny_model)
-    whole = in_pieces(tiny_model, way, ids, [150])
-    for pieces in ([1] * 150, [100, 3, 40, 7]):
+    whole = in_pieces(tiny_model, way, ids, [LONG])
+    for pieces in ([1] * LONG, [100, 3, 40, 7, 50]):
         other = in_pieces(tiny_model, way, ids, pieces)
         assert float((other - whole).square().mean()) < 0.05 * float((whole - exact).square().mean())
         assert abs(float((other - whole).mean())) < 1e-4
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_the_scored_pass_attends_to_the_stored_values(name: str, tiny_model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("name", [*QUANTIZED, *qkv.presets()])
+def test_the_scored_pass_attends_to_the_stored_values(name: str, wide_model: PreTrainedModel) -> None:
     """Case 16: what one pass over a text shows is the error of the format, not that of nothing."""
-    ids = prompt(1, 200)
-    exact = logits(tiny_model, DynamicCache(config=tiny_model.config), ids).log_softmax(-1)
-    qkv.enable(tiny_model)
-    stored = logits(tiny_model, qkv.QKVCache(tiny_model.config, name), ids).log_softmax(-1)
-    unseen = logits(tiny_model, qkv.QKVCache(tiny_model.config, name, prefill="exact"), ids).log_softmax(-1)
-    decoding = stepwise(tiny_model, qkv.QKVCache(tiny_model.config, name), ids).log_softmax(-1)
+    ids = prompt(1, 300)
+    exact = logits(wide_model, DynamicCache(config=wide_model.config), ids).log_softmax(-1)
+    qkv.enable(wide_model)
+    stored = logits(wide_model, qkv.QKVCache(wide_model.config, name), ids).log_softmax(-1)
+    unseen = logits(wide_model, qkv.QKVCache(wide_model.config, name, prefill="exact"), ids).log_softmax(-1)
+    decoding = stepwise(wide_model, qkv.QKVCache(wide_model.config, name), ids).log_softmax(-1)
 
     def drift(other: torch.Tensor) -> float:
         return float((exact.exp() * (exact - other)).sum(-1).mean())
@@ -128,20 +145,24 @@ def test_the_scored_pass_attends_to_the_stored_values(name: str, tiny_model: Pre
     assert abs(drift(unseen)) < 1e-9
 
 
-def test_exact_prefill_stores_the_same_codes_as_stored_prefill(tiny_model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_exact_prefill_stores_the_same_codes_as_stored_prefill(
+    way: dict[str, Any], tiny_model: PreTrainedModel
+) -> None:
     """They differ in what the first layer attends to, so only the first layer's keys can be compared."""
     qkv.enable(tiny_model)
-    caches = [qkv.QKVCache(tiny_model.config, "int8", prefill=prefill) for prefill in ("stored", "exact")]
+    caches = [qkv.QKVCache(tiny_model.config, **way, prefill=prefill) for prefill in ("stored", "exact")]
     for cache in caches:
-        logits(tiny_model, cache, prompt(1, 90))
-    assert torch.equal(caches[0].layers[0].keys, caches[1].layers[0].keys)
+        logits(tiny_model, cache, prompt(1, LONG))
+    assert torch.equal(caches[0].view(0).decode()[0], caches[1].view(0).decode()[0])
+    assert any(segment.length for segment in caches[1].layers[0].store.packed)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
 
 
-# Padding takes part in the choice of scales per head, so that there a row in a batch differs from the row alone; sinks
-# and the residual window count padding as tokens.
+# Padding takes part in the choice of scales per head and per channel, and of the vectors that keys are equalized by, so
+# that there a row in a batch differs from the row alone; sinks and the residual window count padding as tokens.
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", [{"format": "none"}, *TOKEN_WISE], ids=str)
 def test_generate_with_left_padding_equals_each_row_alone(
@@ -202,21 +223,23 @@ def test_generate_equals_dynamic_cache_of_the_decoded_values(
 
 
 @pytest.mark.parametrize("way", [{"format": "none"}, *WAYS], ids=str)
+@pytest.mark.parametrize("length", [35, 120])
 def test_a_second_turn_on_the_same_cache_equals_one_long_prompt(
-    way: dict[str, Any], tiny_model: PreTrainedModel
+    way: dict[str, Any], length: int, tiny_model: PreTrainedModel
 ) -> None:
-    """Case 8."""
-    qkv.enable(tiny_model)
-    first, second = prompt(1, 35, seed=2), prompt(1, 20, seed=3)
-    cache = qkv.QKVCache(tiny_model.config, **way)
+    """Case 8. In double precision; also where keys begin to be equalized in the first answer."""
+    model = qkv.enable(copy.deepcopy(tiny_model).double())
+    way = {**way, "backend": "reference"}
+    first, second = prompt(1, length, seed=2), prompt(1, 20, seed=3)
+    cache = qkv.QKVCache(model.config, **way)
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 258}
-    answer = tiny_model.generate(first, **as_argument(cache), **options)
+    answer = model.generate(first, **as_argument(cache), **options)
     # The last token that was generated has not gone through the model.
     assert cache.get_seq_length() == answer.shape[1] - 1
-    assert cache.layers[0].keys.dtype == tiny_model.dtype
+    assert cache.layers[0].keys.dtype == model.dtype
     turns = torch.cat([answer, second], dim=1)
-    continued = tiny_model.generate(turns, **as_argument(cache), **options)
-    fresh = tiny_model.generate(turns, **as_argument(qkv.QKVCache(tiny_model.config, **way)), **options)
+    continued = model.generate(turns, **as_argument(cache), **options)
+    fresh = model.generate(turns, **as_argument(qkv.QKVCache(model.config, **way)), **options)
     assert torch.equal(continued, fresh)
 
 
@@ -224,30 +247,30 @@ def test_a_second_turn_on_the_same_cache_equals_one_long_prompt(
 def test_reset_leaves_nothing_of_a_warm_up(way: dict[str, Any], tiny_model: PreTrainedModel) -> None:
     """Case 3."""
     qkv.enable(tiny_model)
-    ids = prompt(2, 90)
+    ids = prompt(2, LONG)
     fresh, used = (qkv.QKVCache(tiny_model.config, **way) for _ in range(2))
+    dummy = torch.full((1, 1, LONG, 16), 1e4) * torch.linspace(-1, 1, 16)
     for layer in range(2):
-        used.update(torch.full((1, 1, 100, 16), 1e4), torch.full((1, 1, 100, 16), -1e4), layer)
+        used.update(dummy, -dummy, layer)
     used.reset()
     assert used.get_seq_length() == 0
     assert used.nbytes() == 0
     assert torch.equal(logits(tiny_model, used, ids), logits(tiny_model, fresh, ids))
 
 
+# Shorter than the warm-up of equalized keys, and longer.
+@pytest.mark.parametrize("length", [80, 150])
 @pytest.mark.parametrize("way", [{"format": "none"}, *WAYS], ids=str)
 def test_a_deep_copy_continues_like_the_original_and_shares_nothing(
-    way: dict[str, Any], tiny_model: PreTrainedModel
+    way: dict[str, Any], length: int, tiny_model: PreTrainedModel
 ) -> None:
     """Case 12."""
     qkv.enable(tiny_model)
-    prefix, one, other = prompt(1, 80), prompt(1, 9, seed=4), prompt(1, 11, seed=5)
+    prefix, one, other = prompt(1, length), prompt(1, 60, seed=4), prompt(1, 70, seed=5)
     cache = qkv.QKVCache(tiny_model.config, **way)
     logits(tiny_model, cache, prefix)
     twin = copy.deepcopy(cache)
-    pointers = [
-        {t.data_ptr() for layer in c.layers for s in layer.store.segments() for p in s.planes() for t in p.tensors()}
-        for c in (cache, twin)
-    ]
+    pointers = [{t.data_ptr() for t in held(c)} for c in (cache, twin)]
     assert not pointers[0] & pointers[1]
     expected = logits(tiny_model, cache, one)
     twin_of_twin = copy.deepcopy(twin)
@@ -256,13 +279,30 @@ def test_a_deep_copy_continues_like_the_original_and_shares_nothing(
     assert twin.layers[0].model_config is tiny_model.config
 
 
-def test_a_pickled_cache_continues_like_the_original(tiny_model: PreTrainedModel) -> None:
+def held(cache: qkv.QKVCache) -> list[torch.Tensor]:
+    """The tensors that a cache holds."""
+    found = []
+    for layer in cache.layers:
+        for segment in layer.store.segments():
+            found += [t for plane in segment.planes() for t in plane.tensors()]
+        for transform in layer.store._transforms:
+            if transform is not None:
+                parts = (transform.signs, transform.centre, transform.multiplier)
+                found += [t for t in parts if t is not None]
+    return found
+
+
+@pytest.mark.parametrize("length", [50, 150])
+@pytest.mark.parametrize("way", [{"format": "none"}, *WAYS], ids=str)
+def test_a_pickled_cache_continues_like_the_original(
+    way: dict[str, Any], length: int, tiny_model: PreTrainedModel
+) -> None:
     qkv.enable(tiny_model)
-    cache = qkv.QKVCache(tiny_model.config, "int8", residual_length=4)
-    logits(tiny_model, cache, prompt(1, 50))
+    cache = qkv.QKVCache(tiny_model.config, **way)
+    logits(tiny_model, cache, prompt(1, length))
     twin = pickle.loads(pickle.dumps(cache))
-    ids = prompt(1, 6, seed=8)
-    assert torch.equal(logits(tiny_model, twin, ids), logits(tiny_model, cache, ids))
+    for ids in (prompt(1, 60, seed=8), prompt(1, 1, seed=9)):
+        assert torch.equal(logits(tiny_model, twin, ids), logits(tiny_model, cache, ids))
 
 
 # What left the residual window, or made a scale per head grow, stays as it is: see LayerStore.crop.
@@ -289,7 +329,7 @@ def test_stats_name_the_path_that_served(way: dict[str, Any], tiny_model: PreTra
     """Case 13."""
     cache = qkv.QKVCache(tiny_model.config, **way)
     assert [row["backend"] for row in cache.stats()["layers"]] == [None, None]
-    with pytest.warns(qkv.SlowPathWarning, match="qkv.enable"):
+    with pytest.warns(qkv.SlowPathWarning, match=r"qkv\.enable"):
         logits(tiny_model, cache, prompt(1, 3))
     assert [row["backend"] for row in cache.stats()["layers"]] == ["decoded", "decoded"]
     qkv.enable(tiny_model)
@@ -304,24 +344,37 @@ def test_stats_name_the_path_that_served(way: dict[str, Any], tiny_model: PreTra
     assert [row["backend"] for row in reference.stats()["layers"]] == ["reference", "reference"]
 
 
+@pytest.mark.parametrize("name", [*SETUPS, *qkv.presets()])
+def test_no_step_of_decoding_decodes_a_layer(
+    name: str, wide_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 13: whatever the format is and whatever shares a scale, attention reads the codes."""
+    way = SETUPS.get(name, {"format": name})
+    qkv.enable(wide_model)
+    cache = qkv.QKVCache(wide_model.config, **way)
+    logits(wide_model, cache, prompt(2, LONG))
+    assert all(layer.store.packed for layer in cache.layers)
+
+    def refuse(*arguments: Any) -> None:
+        pytest.fail("a step of decoding decoded what is stored")
+
+    monkeypatch.setattr(Plane, "decode_into", refuse)
+    for n in (1, 1, 5, 1):
+        logits(wide_model, cache, prompt(2, n, seed=n))
+        assert [row["backend"] for row in cache.stats()["layers"]] == ["cpu", "cpu"]
+
+
 def test_stats_and_nbytes_count_everything(tiny_model: PreTrainedModel) -> None:
     """Case 17."""
     qkv.enable(tiny_model)
-    cache = qkv.QKVCache(tiny_model.config, "int8", residual_length=6, sink_tokens=2)
+    cache = qkv.QKVCache(tiny_model.config, **INT8, residual_length=6, sink_tokens=2)
     logits(tiny_model, cache, prompt(2, 100))
     stats = cache.stats()
     assert stats["tokens"] == 100
     assert stats["bytes"] == cache.nbytes() == sum(row["bytes"] for row in stats["layers"])
     # 92 tokens of 8 bits and a scale of 16 bits per 16 values, 8 exact ones of 32 bits.
     assert stats["bits_per_value"] == pytest.approx((92 * 9 + 8 * 32) / 100)
-    held = sum(
-        t.untyped_storage().nbytes()
-        for layer in cache.layers
-        for segment in layer.store.segments()
-        for plane in segment.planes()
-        for t in plane.tensors()
-    )
-    assert held == cache.nbytes()
+    assert sum(t.untyped_storage().nbytes() for t in held(cache)) == cache.nbytes()
     row = stats["layers"][0]
     assert (row["key_format"], row["value_format"], row["granularity"], row["tokens"]) == (
         "int8",
@@ -329,6 +382,29 @@ def test_stats_and_nbytes_count_everything(tiny_model: PreTrainedModel) -> None:
         "token",
         100,
     )
+
+
+# What the keys and the values of 100 tokens take, in bits for 16 channels.
+COSTS: list[tuple[dict[str, Any], float]] = [
+    # A scale and a zero point of a byte each for every token.
+    ({"format": "int4", "granularity": "group"}, 2 * 100 * (16 * 4 + 16)),
+    ({"format": "int3_rot", "granularity": "token", "equalize": False}, 2 * 100 * (16 * 3 + 16)),
+    ({"format": "nvfp4"}, 2 * 100 * (16 * 4 + 8)),
+    # 96 keys in three groups, with a scale and a zero point for every channel; 4 wait, and so do the values.
+    (CHANNELS, 96 * 16 * 4 + 3 * 16 * 16 + 96 * (16 * 4 + 16) + 4 * 2 * 16 * 32),
+]
+
+
+@pytest.mark.parametrize(("way", "bits"), COSTS, ids=str)
+def test_bits_per_value_count_codes_scales_offsets_and_what_waits(
+    way: dict[str, Any], bits: float, tiny_model: PreTrainedModel
+) -> None:
+    """Case 17."""
+    qkv.enable(tiny_model)
+    cache = qkv.QKVCache(tiny_model.config, **way)
+    logits(tiny_model, cache, prompt(2, 100))
+    assert cache.stats()["bits_per_value"] == pytest.approx(bits / (2 * 100 * 16))
+    assert sum(t.untyped_storage().nbytes() for t in held(cache)) == cache.nbytes() >= 2 * 2 * bits / 8
 
 
 def test_a_layer_without_keys_is_left_untouched_and_said_so() -> None:
@@ -364,7 +440,8 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_peak_of_prefill_and_decoding_is_below_that_of_dynamic_cache(fused: bool) -> None:
+@pytest.mark.parametrize("format", ["int8", "int4", "k5v4"])
+def test_the_peak_of_prefill_and_decoding_is_below_that_of_dynamic_cache(format: str, fused: bool) -> None:
     """Case 14: one layer is decoded at a time, and nothing is concatenated."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -383,7 +460,7 @@ def test_the_peak_of_prefill_and_decoding_is_below_that_of_dynamic_cache(fused: 
                 logits(model, cache, torch.ones(1, 1, dtype=torch.long))
         return follow.peak
 
-    ours, theirs = peak(qkv.QKVCache(config, "int8")), peak(DynamicCache(config=config))
+    ours, theirs = peak(qkv.QKVCache(config, format)), peak(DynamicCache(config=config))
     assert ours < 0.75 * theirs
 
 
@@ -408,10 +485,12 @@ def test_what_the_caller_passed_in_is_not_changed(tiny_model: PreTrainedModel) -
 
 def test_formats_may_differ_by_layer_and_between_keys_and_values(tiny_model: PreTrainedModel) -> None:
     qkv.enable(tiny_model)
-    cache = qkv.QKVCache(tiny_model.config, "int8", value_format="fp8_e4m3", layers={1: {"key_format": "none"}})
-    logits(tiny_model, cache, prompt(1, 30))
+    layers = {1: {"key_format": "int4", "key_granularity": "channel", "sink_tokens": 2}}
+    cache = qkv.QKVCache(tiny_model.config, "int8", value_format="fp8_e4m3", layers=layers)
+    logits(tiny_model, cache, prompt(1, LONG))
     rows = cache.stats()["layers"]
-    assert [(row["key_format"], row["value_format"]) for row in rows] == [("int8", "fp8_e4m3"), ("none", "fp8_e4m3")]
+    assert [(row["key_format"], row["value_format"]) for row in rows] == [("int8", "fp8_e4m3"), ("int4", "fp8_e4m3")]
+    assert [row["granularity"] for row in rows] == ["token", "channel/token"]
     logits(tiny_model, cache, prompt(1, 1))
     assert [row["backend"] for row in cache.stats()["layers"]] == ["cpu", "cpu"]
 
@@ -419,7 +498,7 @@ def test_formats_may_differ_by_layer_and_between_keys_and_values(tiny_model: Pre
 def test_given_scales_are_used_and_absurd_ones_change_the_output(tiny_model: PreTrainedModel) -> None:
     """Case 10."""
     qkv.enable(tiny_model)
-    ids = prompt(1, 80)
+    ids = prompt(1, LONG)
 
     def run(factor: float | None) -> torch.Tensor:
         scales = None
@@ -432,6 +511,24 @@ def test_given_scales_are_used_and_absurd_ones_change_the_output(tiny_model: Pre
     exact = logits(tiny_model, qkv.QKVCache(tiny_model.config, "none"), ids)
     sensible, absurd = run(0.05), run(1e-4)
     assert float((sensible - exact).abs().max()) < 0.1 * float((absurd - exact).abs().max())
+    assert not torch.equal(run(None), sensible)
+
+
+def test_given_equalizing_vectors_are_used_and_absurd_ones_change_the_output(tiny_model: PreTrainedModel) -> None:
+    """Case 10. With given vectors the first token is encoded as it comes."""
+    qkv.enable(tiny_model)
+    ids = prompt(1, 60)
+
+    def run(centre: float | None) -> torch.Tensor:
+        scales = None
+        if centre is not None:
+            scales = {f"layers.{i}.key_centre": torch.full((1, 16), centre) for i in range(2)}
+            scales |= {f"layers.{i}.key_multiplier": torch.linspace(0.5, 2.0, 16).view(1, 16) for i in range(2)}
+        return logits(tiny_model, qkv.QKVCache(tiny_model.config, "int8", scales=scales), ids)
+
+    exact = logits(tiny_model, qkv.QKVCache(tiny_model.config, "none"), ids)
+    sensible, absurd = run(0.1), run(1e4)
+    assert 0 < float((sensible - exact).abs().max()) < 0.1 * float((absurd - exact).abs().max())
     assert not torch.equal(run(None), sensible)
 
 
@@ -465,8 +562,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"format": "int9"}, "known formats: none, int8"),
     ({"format": "int8", "key_format": "x"}, "unknown format 'x'"),
     ({"format": "int8", "granularity": "row"}, "granularity='row'"),
-    ({"format": "int8", "granularity": "channel"}, "use one of token, head"),
-    ({"format": "int8", "group_size": 64}, "group_size"),
+    ({"format": "int4", "granularity": "head"}, "use one of group, channel, token"),
+    ({"format": "mxfp4", "key_granularity": "channel"}, "use one of group"),
+    ({"format": "int8", "group_size": 64}, "group_size goes with granularity 'group' or 'channel', not 'token'"),
+    ({"format": "int4", "value_granularity": "token", "value_group_size": 16}, "group_size goes with granularity"),
+    ({"format": "int4", "key_granularity": "channel", "key_group_size": 24}, "one of 16, 32, 64, 128; not 24"),
+    ({"format": "int8", "equalize": 1}, "equalize must be true, false or None"),
+    ({"format": "k5v5v5"}, "set-ups: k8v4"),
     ({"format": "int8", "residual_length": -1}, "residual_length"),
     ({"format": "int8", "sink_tokens": 1.5}, "sink_tokens"),
     ({"format": "int8", "prefill": "half"}, "prefill"),
@@ -474,7 +576,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"format": "int8", "layers": {5: {"format": "none"}}}, "layers 0 to 1"),
     ({"format": "int8", "layers": {0: {"fromat": "none"}}}, "unknown key 'fromat'"),
     ({"format": "missing.yaml"}, "cannot read"),
-    ({"format": 8}, "format name"),
+    ({"format": 8}, "name of a format or preset"),
     ({"format": "int8", "scales": "missing.safetensors"}, "cannot read scales"),
     ({"format": "int8", "scales": {"layers.9.key_scale": torch.ones(1)}}, "no layer"),
     ({"format": "int8", "scales": {"layer.0": torch.ones(1)}}, "no name of a scale"),
@@ -482,6 +584,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"format": "int8", "scales": {"layers.0.key_scale": torch.ones(1, 1)}}, r"\[kv_heads\]"),
     ({"format": "int8", "granularity": "token", "scales": {"layers.0.key_scale": torch.ones(1)}}, "granularity"),
     ({"format": "none", "scales": {"layers.0.key_scale": torch.ones(1)}}, "without scales"),
+    ({"format": "none", "scales": {"layers.0.key_centre": torch.ones(1, 16)}}, "not quantized"),
+    ({"format": "int8", "equalize": False, "scales": {"layers.0.key_centre": torch.ones(1, 16)}}, "equalize is false"),
+    ({"format": "int8", "equalize": True, "scales": {"layers.0.key_scale": torch.ones(1)}}, "without the vectors"),
 ]
 
 
@@ -491,6 +596,52 @@ def test_a_mistake_in_the_arguments_is_one_clear_value_error(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         qkv.QKVCache(tiny_model.config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({"format": "mxfp4"}, "blocks of 32 channels, and keys have head_dim=16"),
+        ({"format": "int8", "value_format": "mxfp4"}, "blocks of 32 channels, and values have head_dim=16"),
+        (
+            {"format": "int4", "granularity": "group", "group_size": 12},
+            "does not go with group_size=12",
+        ),
+        ({"format": "nvfp4", "group_size": 32}, "blocks of 16 channels; group_size=32"),
+        (
+            {"format": "int8", "scales": {"layers.0.key_centre": torch.zeros(1, 8)}},
+            r"must be .* = \[1, 16\]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_the_head_size_is_refused_at_the_first_update(
+    way: dict[str, Any], message: str, tiny_model: PreTrainedModel
+) -> None:
+    """Case 9."""
+    cache = qkv.QKVCache(tiny_model.config, **way)
+    with pytest.raises(ValueError, match=message):
+        logits(tiny_model, cache, prompt(1, 3))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("head_dim", [24, 80, 96, 112])
+@pytest.mark.parametrize("name", [*QUANTIZED, *qkv.presets()])
+def test_any_head_size_serves(name: str, head_dim: int) -> None:
+    """Case 9: rotations and groups too, of sizes that are no power of two; fixed blocks say what they need."""
+    model = qkv.enable(make_tiny_model(head_dim=head_dim, num_hidden_layers=1))
+    block = format_of(qkv.CacheConfig.of(name).to_dict(), "key").block
+    cache = qkv.QKVCache(model.config, name)
+    if block is not None and head_dim % block:
+        with pytest.raises(ValueError, match=f"head_dim={head_dim}, which is no multiple of {block}"):
+            logits(model, cache, prompt(1, 3))
+        return
+    ids = prompt(1, LONG)
+    exact = logits(model, DynamicCache(config=model.config), ids)
+    stored = torch.cat([logits(model, cache, ids[:, :170]), stepwise(model, cache, ids[:, 170:])], dim=1)
+    assert cache.stats()["layers"][0]["backend"] == "cpu"
+    # A bound on what is plainly wrong: with 2 bits a fifth of what the model says is noise.
+    assert 0 < float((stored - exact).square().mean()) < (0.4 if name.startswith("int2") else 0.2) * float(exact.var())
 
 
 def test_a_head_dim_of_0_is_refused() -> None:
@@ -520,7 +671,7 @@ def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     qkv.enable(tiny_model)
     cache = qkv.QKVCache(tiny_model.config, "int8")
-    logits(tiny_model, cache, prompt(1, 20))
+    logits(tiny_model, cache, prompt(1, LONG))
     twin = copy.deepcopy(cache)
     with pytest.raises(ValueError, match=message):
         cache.update(keys, values, 0)

@@ -18,6 +18,7 @@ from stores import (
     assert_same,
     config_of,
     decoded,
+    exact_by_the_book,
     exact_tokens,
     filled,
     joined,
@@ -117,8 +118,10 @@ def test_keys_with_a_few_large_channels_keep_the_others(name: str) -> None:
     # The channels that are not large are of one size: what is lost of them is what counts.
     small = [d for d in range(64) if d not in (3, 17, 40, 50)]
     plain, equalized = (error[..., small].mean().item() for error in errors)
-    assert equalized < plain / 20
-    assert equalized < {"int8": 1e-3, "fp8_e4m3": 1e-2, "int4": 0.2}[name]
+    # Numbers of 8 bits with an exponent need it least.
+    gain, most = {"int8": (20, 1e-4), "fp8_e4m3": (2, 1e-3), "int4": (20, 0.05)}[name]
+    assert equalized < plain / gain
+    assert equalized < most
 
 
 def test_int8_equalizes_keys_unless_told_otherwise_and_not_where_channels_have_scales_or_scales_are_given() -> None:
@@ -195,7 +198,7 @@ def test_given_vectors_serve_from_the_first_token_on_and_survive_reset(setup: st
     kept = {name: x.clone() for name, x in given_vectors.items()}
     store = filled(config, pair, **given_vectors)
     assert store.warm == 0
-    assert exact_tokens(store)[:34] == [True] * 2 + [False] * 32
+    assert exact_tokens(store) == exact_by_the_book(config, 40, warm=0)
     expected = like(config, **given_vectors)
     add(expected, pair)
     assert_equals(store, expected)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qkv.view import KVView
 
 # Queries in one piece where a mask has to be made: bounds the memory of masks and of scores.
-PIECE = 512
+PIECE = 128
 
 
 def attend_view(
@@ -28,15 +28,25 @@ def attend_view(
     keys, values = view.decode(query.dtype)
     if view.late is None:
         return attend(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
-    late = view.late.segment
-    keys = torch.cat([keys, late.key.codes.to(query.dtype)], dim=2)
-    values = torch.cat([values, late.value.codes.to(query.dtype)], dim=2)
+    exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in view.late.segment.planes())
     pieces = []
     for start in range(0, query.shape[2], PIECE):
         part = query[:, :, start : start + PIECE]
         allowed = late_mask(view, mask, query.shape[2], start, part.shape[2], causal)
-        pieces.append(attend(part, keys, values, allowed, softmax_scale, False, softcap, sinks))
+        # What no query of the piece sees is left out: of a prompt nearly half of the tokens, and of their copies most.
+        stored, exact = _used_columns(allowed[..., : view.length]), _used_columns(allowed[..., view.length :])
+        both = [torch.cat([keys[:, :, stored], exact_keys[:, :, exact]], dim=2)]
+        both.append(torch.cat([values[:, :, stored], exact_values[:, :, exact]], dim=2))
+        columns = torch.cat([allowed[..., : view.length][..., stored], allowed[..., view.length :][..., exact]], dim=-1)
+        pieces.append(attend(part, both[0], both[1], columns, softmax_scale, False, softcap, sinks))
     return torch.cat(pieces, dim=1)
+
+
+def _used_columns(allowed: torch.Tensor) -> slice:
+    """From the first to the last column of a mask, boolean or additive, that any row sees; at least one."""
+    seen = allowed if allowed.dtype == torch.bool else allowed != -torch.inf
+    used = seen.flatten(0, -2).any(dim=0).nonzero().flatten()
+    return slice(int(used[0]), int(used[-1]) + 1) if used.numel() else slice(0, 1)
 
 
 def late_mask(view: KVView, mask: torch.Tensor | None, q_len: int, start: int, rows: int, causal: bool) -> torch.Tensor:

@@ -49,6 +49,11 @@ struct QkvPlane {
   void* scale;
   void* offset;             // shaped as scale, or null
   const float* table;       // of a code book, or null
+  // To encode with a code book: the nearest codes of a number by its first 16 bits, as a signed integer from the lowest
+  // on: up to `bound` one code, above it another. Null: it is not encoded here.
+  const float* bound;
+  const uint8_t* below;
+  const uint8_t* above;
   const float* signs;       // [dim] of 1 and -1: rows were multiplied by them, then by Hadamard matrices; or null
   const float* centre;      // [heads][dim], subtracted from rows before all that, or null
   const float* multiplier;  // [heads][dim], rows were divided by it then, or null

@@ -17,7 +17,12 @@ static inline uint8_t to_fp8(float f) {
 }
 
 static inline float largest_code(int32_t format) {
-  return format == QKV_INT8 ? 127.0f : format == QKV_E4M3 ? 448.0f : 57344.0f;
+  switch (format) {
+    case QKV_INT8: return 127.0f;
+    case QKV_E4M3: return 448.0f;
+    case QKV_E5M2: return 57344.0f;
+    default: return 1.0f;  // of code books
+  }
 }
 
 // amax / largest code, rounded up to bfloat16 so that no code saturates, at least the smallest normal number. At most
@@ -81,17 +86,31 @@ static void encode_symmetric(const float* x, int n, int64_t step, int32_t format
   }
 }
 
+static void encode_nearest(const float* x, int n, int64_t step, const QkvPlane& plane, float scale, uint8_t* out) {
+  for (int i = 0; i < n; ++i) {
+    const float y = least(most(x[i * step] / scale, -1.0f), 1.0f);
+    const int64_t place = (static_cast<int32_t>(bits_of(y)) >> 16) + 32768;
+    out[i * step] = y > plane.bound[place] ? plane.above[place] : plane.below[place];
+  }
+}
+
 // A vector of n numbers that shares the scale number `at`, which is chosen here.
 static void encode_vector(const float* x, int n, int64_t step, const QkvPlane& plane, int64_t at, uint8_t* out) {
-  if (plane.format >= QKV_INT2) return encode_affine(x, n, step, plane, at, out);
+  if (plane.format >= QKV_INT2 && plane.format <= QKV_INT6) return encode_affine(x, n, step, plane, at, out);
   uint32_t top = 0;
   for (int i = 0; i < n; ++i) top = most(top, bits_of(x[i * step]) & 0x7fffffffu);
   const bool finite = top < 0x7f800000u;
   // A vector that is not finite is stored as such: its scale says so, and no other one is touched.
   const uint16_t stored = finite ? token_scale(float_of(top), largest_code(plane.format)) : 0x7fc0;
   static_cast<uint16_t*>(plane.scale)[at] = stored;
-  if (finite) encode_symmetric(x, n, step, plane.format, bf16_value(stored), out);
-  else for (int i = 0; i < n; ++i) out[i * step] = 0;
+  if (plane.format < QKV_INT2) {
+    if (finite) encode_symmetric(x, n, step, plane.format, bf16_value(stored), out);
+    else for (int i = 0; i < n; ++i) out[i * step] = 0;
+  } else if (finite) {
+    encode_nearest(x, n, step, plane, bf16_value(stored), out);
+  } else {  // the code of zero
+    for (int i = 0; i < n; ++i) out[i * step] = 0.0f > plane.bound[32768] ? plane.above[32768] : plane.below[32768];
+  }
 }
 
 template <int kBits>
@@ -283,9 +302,10 @@ static int encode(const QkvRows& rows, const QkvPlane& plane, bool is_key, int64
                   int64_t offset, int threads) {
   if (!known_float(rows.dtype)) return -1;
   if (!is_packed(plane.format) && plane.format != rows.dtype) return -2;
-  if (plane.format >= QKV_LUT4) return -3;
-  if (plane.format >= QKV_INT2 && (plane.scale_type != QKV_UE5M3 || plane.offset_type != QKV_ZERO_POINT)) return -4;
-  if (plane.format < QKV_INT2 && is_packed(plane.format) && plane.scale_kind != QKV_SCALE_HEAD &&
+  const bool book = plane.format >= QKV_LUT4;
+  if (book && !plane.bound) return -3;
+  if (plane.format >= QKV_INT2 && !book && (plane.scale_type != QKV_UE5M3 || plane.offset_type != QKV_ZERO_POINT)) return -4;
+  if ((book || plane.format < QKV_INT2) && is_packed(plane.format) && plane.scale_kind != QKV_SCALE_HEAD &&
       plane.scale_type != QKV_BF16_SCALE)
     return -4;
   if ((offset + n) % tokens_together(plane)) return -5;

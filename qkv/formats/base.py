@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -96,6 +96,11 @@ class Format(ABC):
     equalized: ClassVar[bool] = False
     equalizing_power: ClassVar[float] = 0.6
 
+    def __reduce__(self) -> tuple[Callable[[str], Format | None], tuple[str]]:
+        from qkv.formats import get_format  # the table, which imports this module
+
+        return get_format, (self.name,)  # there is one of each, copies included
+
     @property
     def offset_dtype(self) -> torch.dtype | None:
         """Torch type of a stored offset, or None."""
@@ -142,6 +147,10 @@ class Format(ABC):
     ) -> torch.Tensor:
         """Numbers of type ``dtype`` for ``codes [..., n]``, stored ``scale [...]`` and offset."""
         return saturating(codes.float() * self.load_scale(scale).unsqueeze(-1), dtype)
+
+    def nearest(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What the compiled codec needs to encode with a code book, see ``codebook.py``; None without one."""
+        return None
 
     @abstractmethod
     def round(self, scaled: torch.Tensor) -> torch.Tensor:

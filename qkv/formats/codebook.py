@@ -31,7 +31,6 @@ class CodeBook(Format):
 
     code_dtype = torch.uint8
     largest = 1.0
-    native_encode = False
     table: ClassVar[tuple[float, ...]]
     granularities: ClassVar[tuple[str, ...]] = ("group", "token", "channel")
     # The usual block of bitsandbytes.
@@ -43,8 +42,11 @@ class CodeBook(Format):
         values = _take(_table(type(self), codes.device), codes)
         return saturating(values * self.load_scale(scale).unsqueeze(-1), dtype)
 
+    def nearest(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _nearest(type(self), device)
+
     def round(self, scaled: torch.Tensor) -> torch.Tensor:
-        bound, below, above = _nearest(type(self), scaled.device)
+        bound, below, above = self.nearest(scaled.device)
         start = (scaled.contiguous().view(torch.int32) >> 16) + _NEGATIVE
         return torch.where(scaled > _take(bound, start), _take(above, start), _take(below, start))
 

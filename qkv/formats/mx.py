@@ -41,6 +41,7 @@ class _E2M1(CodeBook):
     bits = 4
     largest = 6.0
     native_id = 11
+    native_encode = False  # its scales are chosen otherwise
     table = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
     granularities = ("group",)
 
