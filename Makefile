@@ -18,7 +18,8 @@ ARGS ?=
 MATRIX ?= 5.21.0 5.24.0
 MATRIX_VENV := .venv-matrix
 # All tests but those in which no model takes part.
-MATRIX_TESTS := $(filter-out $(patsubst %,tests/test_%.py,attention code_layout config formats layout soak storage), \
+MATRIX_TESTS := $(filter-out $(patsubst %,tests/test_%.py,attention code_layout config equalizer formats layout soak \
+	storage storage_changes transform), \
 	$(wildcard tests/test_*.py))
 
 BUILD_FILES := pyproject.toml setup.py $(wildcard qkv/csrc/*)

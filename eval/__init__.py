@@ -5,6 +5,7 @@ It uses only the public names of qkv, and measures any transformers ``Cache``, n
 - ``text``: the text to score, cut into windows
 - ``faithful``: whether one pass through a cache sees what it stores
 - ``perplexity``, ``divergence``: scores of a text through a cache, against the unquantized cache
+- ``calibrate``: scales from a text; ``tune``, ``tune_costs``, ``tune_solve``: formats layer by layer under a budget
 - ``ppl``, ``lm``, ``recall``, ``layers``: the evaluations of ``qkv eval``; ``sweep`` runs many, and goes on after
   a kill
 - ``report``: one page of charts and tables out of results

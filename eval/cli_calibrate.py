@@ -15,13 +15,16 @@ from qkv.cli.run import Run
 def calibrate(
     output: Annotated[str, typer.Option("--output", "-o", help="the file for the scales", metavar="FILE")],
     format: Annotated[str, typer.Option("--format", "-f", help="int8, fp8_e4m3 or fp8_e5m2")] = "int8",
-    method: Annotated[str, typer.Option("--method", help="maximum, percentile or error (the least squared)")] = (
-        "maximum"
-    ),
+    method: Annotated[
+        str, typer.Option("--method", help="what sets a scale: maximum, percentile, or error (the least squared)")
+    ] = "maximum",
     percentile: Annotated[
-        float, typer.Option("--percentile", help="per cent of the numbers that fit, see --method")
-    ] = (99.9),
+        float, typer.Option("--percentile", help="with --method percentile: per cent of the numbers that fit")
+    ] = 99.9,
     equalize: Annotated[bool, typer.Option("--equalize", help="also vectors that make channels of keys alike")] = False,
+    head_room: Annotated[
+        float, typer.Option("--head-room", help="room for other texts in the range of equalized keys, a factor")
+    ] = 1.5,
     sink_tokens: Annotated[
         int, typer.Option("--sink-tokens", min=0, help="first tokens that the cache will keep exact: they do not count")
     ] = 0,
@@ -45,7 +48,7 @@ def calibrate(
     from qkv_eval.text import load_text
 
     settings = calibration.CalibrateSettings(
-        format, method, percentile, text, window, limit or None, equalize, sink_tokens
+        format, method, percentile, text, window, limit or None, equalize, head_room, sink_tokens
     )
     calibration.check_settings(settings)  # what is wrong shows now, not after the model is loaded
     load_text(text)
@@ -56,15 +59,15 @@ def calibrate(
     rows, about, seen = results["rows"], results["about"], results["text"]
     run.table(
         f"{format}, {about['method']}, {model}, {dtype}: {seen['name']}, {seen['windows']} x {window} tokens",
-        {"layer": "layer|d", "heads": "heads|d"}
-        | {
-            f"{side}_{name}": f"{heading}|{spec}"
-            for side in ("key", "value")
-            for name, heading, spec in (
-                ("largest", f"{side}s:\nlargest", ".4g"),
-                ("scales", "\nscales", ""),
-                ("range", "\nrange", ".3f"),
-            )
+        {
+            "layer": "layer|d",
+            "heads": "heads|d",
+            "key_largest": "keys:\nlargest|.4g",
+            "key_scales": "\nscales",
+            "key_range": "\nrange|.3f",
+            "value_largest": "values:\nlargest|.4g",
+            "value_scales": "\nscales",
+            "value_range": "\nrange|.3f",
         },
         [_summary([row for row in rows if row["layer"] == layer]) for layer in dict.fromkeys(r["layer"] for r in rows)],
         "Over the heads: largest magnitude, least and largest scale, least range.\n"

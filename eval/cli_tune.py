@@ -72,7 +72,7 @@ def tune(
     from qkv.models import check_dtype, find_model
     from qkv_eval import tune as tuning
     from qkv_eval.peers import with_baseline
-    from qkv_eval.sweep import ResultsFile, _model_identity
+    from qkv_eval.sweep import ResultsFile, model_identity
     from qkv_eval.text import load_text
     from qkv_eval.tune_costs import read_candidates
 
@@ -108,7 +108,7 @@ def tune(
         with ResultsFile(file) as kept, run.progress:
             for problem in kept.problems:
                 run.warn(problem)
-            identity = (*_model_identity(model), dtype)
+            identity = (*model_identity(model), dtype)
             results = tuning.run(*loaded, settings, run.progress, kept, identity, setup)
     finally:
         if file.is_file() and file.stat().st_size == 0:  # nothing came of it

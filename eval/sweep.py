@@ -67,8 +67,8 @@ KEY_VERSION = 1
 # How every line begins, which tells a line that was cut from a file that is something else.
 _BEGINNING = b'{"key": "'
 _REQUIRED = ("key", "model", "cache", "evaluation", "rows")
-_VERSIONS = ("version", "torch", "transformers", "python")
-_MACHINE = ("processor", "capability", "threads")
+VERSIONS = ("version", "torch", "transformers", "python")
+MACHINE = ("processor", "capability", "threads")
 
 
 # ---- the evaluations ------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def plan(sweep: Sweep, setup: Mapping[str, Any], seed: int = 0) -> list[Cell]:
     cells: dict[str, Cell] = {}
     for model, dtype in sweep.models:
         check_dtype(dtype)
-        identity = (*_model_identity(model), dtype)
+        identity = (*model_identity(model), dtype)
         for wanted in sweep.evaluations:
             entry = _EVALUATIONS[wanted.name]
             settings = _without_caches(wanted, seed)
@@ -388,8 +388,8 @@ def _without_caches(wanted: Wanted, seed: int) -> dict[str, Any]:
 def _key(
     evaluation: str, settings: Mapping[str, Any], model: Sequence[Any], cache: Any, setup: Mapping[str, Any]
 ) -> str:
-    names = _VERSIONS + (_MACHINE if _EVALUATIONS[evaluation].timed else ())
-    contents = {name: _contents(value) for name, value in settings.items() if _is_path(value)}
+    names = VERSIONS + (MACHINE if _EVALUATIONS[evaluation].timed else ())
+    contents = {name: file_contents(value) for name, value in settings.items() if _is_path(value)}
     matters = {
         "key_version": KEY_VERSION,
         "evaluation": evaluation,
@@ -401,12 +401,12 @@ def _key(
     return hashlib.sha256(json.dumps(matters, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _model_identity(name: str) -> list[Any]:
+def model_identity(name: str) -> list[Any]:
     """What a model is: of a local one the contents of its files, wherever it lies; of one on the hub its name."""
     from qkv.models import find_model
 
     source = find_model(name)
-    return [source] if isinstance(source, str) else _contents(source)
+    return [source] if isinstance(source, str) else file_contents(source)
 
 
 def _cache_identity(given: str) -> Any:
@@ -417,7 +417,7 @@ def _cache_identity(given: str) -> Any:
 
     values = qkv.CacheConfig.from_yaml(given).to_dict()
     if _is_path(values.get("scales")):
-        values["scales"] = _contents(values["scales"])
+        values["scales"] = file_contents(values["scales"])
     # The name that tables show is part of the row.
     return [named_cache(given).name, values]
 
@@ -426,7 +426,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and Path(value).exists()
 
 
-def _contents(path: str | Path) -> list[Any]:
+def file_contents(path: str | Path) -> list[Any]:
     """Digests of a file, or of the files right in a folder with their names."""
     path = Path(path)
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

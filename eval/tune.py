@@ -32,7 +32,7 @@ import torch
 import qkv
 from qkv.named_caches import UNQUANTIZED, NamedCache, named_cache
 from qkv_eval.perplexity import by_position, check_context, score_caches, summarize
-from qkv_eval.sweep import _MACHINE, _VERSIONS, ResultsFile, _contents
+from qkv_eval.sweep import MACHINE, VERSIONS, ResultsFile, file_contents
 from qkv_eval.text import Text, cut_windows, load_dataset_text, load_text
 from qkv_eval.tune_costs import (
     REFERENCE,
@@ -644,7 +644,7 @@ class _Tuner:
         about = {"window": windows.shape[1], "windows": len(windows)}
         keys: dict[qkv.CacheConfig | None, str] = {None: self.store.key("score", **facts, config=None)}
         for config in configs:
-            scales = _contents(config.scales) if config.scales is not None else None
+            scales = file_contents(config.scales) if config.scales is not None else None
             keys[config] = self.store.key("score", **facts, config=config.to_dict(), scales=scales)
         rows = {config: self.store.find(key) for config, key in keys.items()}
         missing = [config for config in keys if config is not None and (rows[config] is None or rows[None] is None)]
@@ -814,7 +814,7 @@ class _Store:
         self._rows: dict[str, Mapping[str, Any]] = {}
 
     def key(self, kind: str, timed: bool = False, **facts: Any) -> str:
-        names = _VERSIONS + (_MACHINE if timed else ())
+        names = VERSIONS + (MACHINE if timed else ())
         matters = {
             "key_version": KEY_VERSION,
             "kind": kind,
@@ -847,7 +847,7 @@ class _Store:
             "settings": dict(settings),
             "seconds": seconds,
             "rows": [row],
-            "meta": {name: self._setup.get(name) for name in _VERSIONS + _MACHINE} | {"command": command},
+            "meta": {name: self._setup.get(name) for name in VERSIONS + MACHINE} | {"command": command},
         }
         self._file.append(line)
         return self._file.rows[key]["rows"][0]

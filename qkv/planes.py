@@ -324,8 +324,8 @@ class Plane:
         if self.offset is not None:
             yield self.offset
 
-    def bits(self, tokens: int) -> int:
-        """Bits that ``tokens`` tokens take, of the whole batch: codes, scales and offsets, without spare room."""
+    def bits(self, start: int, tokens: int) -> int:
+        """Bits that the tokens from ``start`` on take, of the whole batch: codes, scales and offsets, no spare room."""
         batch, heads = self.codes.shape[:2]
         if self.format is None:
             return batch * heads * tokens * self.dim * self.codes.element_size() * 8
@@ -334,11 +334,12 @@ class Plane:
         bits = tokens * self.layout.bits_per_token(self.dim)
         scale = self.format.scale_type.bits
         offset = self.format.offset_dtype.itemsize * 8 if self.format.offset_dtype is not None else 0
+        size = self.scaling.tokens
         vectors = {
             "token": tokens,
             "head": 1,
             "group": tokens * self.dim // max(1, self.scaling.group),
-            "channel": -(-tokens // self.scaling.tokens) * self.dim,
+            "channel": (-(-(start + tokens) // size) - start // size) * self.dim if tokens else 0,
         }[self.scaling.granularity]
         return batch * heads * (bits + vectors * (32 if self.scaling.granularity == "head" else scale + offset))
 

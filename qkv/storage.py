@@ -382,7 +382,7 @@ class LayerStore:
             if self.residual.length == 0 and self.config.residual_length == 0 and self.group == 1:
                 self.residual = None  # it held the tokens of the warm-up
                 self.version += 1
-            elif not encoded_before:
+            else:  # after a warm-up, or a long group, it has more room than it needs
                 self.residual = self._cut(self.residual, self.residual.length)
         else:
             old, gone = 0, (keys[:, :, :0], values[:, :, :0])
@@ -847,7 +847,7 @@ class LayerStore:
 
     def stored_bits(self) -> int:
         """Bits of the codes, scales and offsets of the tokens stored, without spare room."""
-        return sum(plane.bits(segment.length) for segment in self.segments() for plane in segment.planes())
+        return sum(plane.bits(s.start, s.length) for s in self.segments() for plane in s.planes())
 
     def stored_values(self) -> int:
         """Numbers stored: tokens x heads x (key_dim + value_dim)."""

@@ -55,7 +55,7 @@ def path_of(model: PreTrainedModel) -> tuple[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         qkv.enable(model)
-        cache = make_cache(model, "int8")
+        cache = make_cache(model, "int8", equalize=False)  # encoded from the first token on
         logits(model, cache, PIECES)
     parts = (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]

@@ -167,6 +167,8 @@ def affine_scale(row: np.ndarray, bits: int) -> tuple[float, int]:
         return math.nan, 0
     levels = np.float32(2**bits - 1)
     low, high = (np.float32(min(max(x, -(2.0**126)), 2.0**126)) for x in (row.min(), row.max()))
+    excess = max((high - low) - levels * np.float32(UE5M3[-1]), np.float32(0)) * np.float32(0.5)
+    low, high = low + excess, high - excess
     needed = max((high - low) / levels, abs(low) / np.float32(127))
     scale = ue5m3_up(min(max(float(needed), UE5M3[0]), UE5M3[-1]))
     return scale, int(np.clip(np.rint(low / np.float32(scale)), -127, 127))

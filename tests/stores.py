@@ -244,7 +244,7 @@ SIZES = {"key_dim": 32, "value_dim": 32}
 
 
 @st.composite
-def configs(draw: st.DrawFn, quantized: bool = True, prefill: bool = False) -> CacheConfig:
+def configs(draw: st.DrawFn, quantized: bool = True) -> CacheConfig:
     """Any two formats together; for head sizes of 32, which go with every one."""
     names = [name for name in SETUPS if name != "none"] if quantized else list(SETUPS)
     key = SETUPS[draw(st.sampled_from(names))]

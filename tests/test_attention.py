@@ -35,6 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import INSTRUCTION_SETS, each_instruction_set, needs_kernels, using
 from setups import GROUP_TOKENS, SETUPS, fits, format_of
+from stores import like
 
 from qkv import native
 from qkv.attention import attention, choose, dense, reference
@@ -838,7 +839,7 @@ def test_a_number_that_is_not_finite_shows_in_the_rows_that_attend_to_it_and_in_
         }[kind]
         attends = torch.zeros(2, 5, 6, dtype=torch.bool)
         attends[1, :, :3] = seen[1, 0, :, span].any(dim=-1).unsqueeze(1)
-        # The same numbers, but for the order of summation; a scale per head does not count the token, and may be smaller.
+        # The same numbers, but for the order of summation; a scale per head may be smaller without the token.
         atol = 0.02 if "head" in name else 1e-5
         for backend in BACKENDS:
             expected, out = (run(backend, clean.query, view, mask=mask) for view in views)
@@ -878,23 +879,6 @@ def pass_over(config: CacheConfig, data: Data, before: int, n: int) -> KVView:
     return KVView(store, late)
 
 
-def oracles_store(config: CacheConfig) -> oracle.Store:
-    """The oracle's store of that description."""
-
-    def both(what: str) -> tuple[Any, Any]:
-        return tuple(getattr(config, f"{side}_{what}") or getattr(config, what) for side in ("key", "value"))
-
-    names = tuple(None if name == "none" else name for name in both("format"))
-    return oracle.Store(
-        names,
-        both("granularity"),
-        config.residual_length,
-        config.sink_tokens,
-        groups=both("group_size"),
-        equalize=config.equalize,
-    )
-
-
 def one_by_one(
     config: CacheConfig, data: Data, before: int, n: int, mask: torch.Tensor | None = None, whole: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -902,7 +886,7 @@ def one_by_one(
 
     With ``whole`` the tokens of the pass see each other exactly (``prefill="exact"``).
     """
-    store = oracles_store(config)
+    store = like(config)
     keys, values = f64(data.keys), f64(data.values)
     for t in range(before):
         store.append(keys[:, :, t], values[:, :, t])

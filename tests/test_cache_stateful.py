@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -28,6 +27,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from stores import like
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 import qkv
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
 WINDOW = 6
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3
-LONGEST = 180  # tokens; the oracle is slow
+LONGEST = 190  # tokens; the oracle is slow
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -184,27 +184,17 @@ class Oracles:
     def __init__(self, cache: qkv.QKVCache):
         self.sliding = cache.is_sliding
         self.configs = [cache.config.for_layer(layer) for layer in range(len(cache))]
+        kinds = ("key_scale", "value_scale", "key_centre", "key_multiplier")
         self.given = [
-            tuple(cache._scales.get(f"layers.{layer}.{kind}_scale") for kind in ("key", "value"))
+            {kind: scale for kind in kinds if (scale := cache._scales.get(f"layers.{layer}.{kind}")) is not None}
             for layer in range(len(cache))
         ]
         self.recording = False
         self.reset()
 
     def reset(self) -> None:
-        self.stores, self.dtype = [], torch.float32
-        for config, given in zip(self.configs, self.given, strict=True):
-            names = (config.key_format or config.format, config.value_format or config.format)
-            granularity = config.granularity or "token"
-            self.stores.append(
-                oracle.Store(
-                    tuple(None if name == "none" else name for name in names),
-                    (granularity, granularity),
-                    config.residual_length,
-                    config.sink_tokens,
-                    tuple(None if scale is None else scale.double().numpy() for scale in given),
-                )
-            )
+        self.stores = [like(config, **given) for config, given in zip(self.configs, self.given, strict=True)]
+        self.dtype = torch.float32
 
     def activate_past_recording(self) -> None:
         self.recording = True
@@ -308,8 +298,10 @@ BAD: dict[str, Bad] = {
 }
 
 
-# Shorter than the window, and with scales per head: nothing, the last token of the warm-up to come, and beyond it.
+# Shorter than the window; of the warm-up of scales per head nothing, or the last token to come; and beyond it. For keys
+# that are equalized, which have a longer warm-up, some more.
 PROMPTS = st.sampled_from([0, 4, 63, 70, 90, 110])
+MORE = 64
 
 
 class Machine(RuleBasedStateMachine):
@@ -318,11 +310,12 @@ class Machine(RuleBasedStateMachine):
     Args:
         make: a new cache and its peer.
         growing: how much larger some tokens are, as a power of ten.
+        more: tokens that come on top of a prompt, unless it is a short one.
     """
 
-    def __init__(self, make: Callable[[], tuple[qkv.QKVCache, Peer]], growing: float = 0.0):
+    def __init__(self, make: Callable[[], tuple[qkv.QKVCache, Peer]], growing: float = 0.0, more: int = 0):
         super().__init__()
-        self.make, self.growing = make, growing
+        self.make, self.growing, self.more = make, growing, more
         self.cases: list[Case] = []
         self.seed = 0
 
@@ -346,7 +339,7 @@ class Machine(RuleBasedStateMachine):
         self.cases = [Case(cache, peer, lengths=[0] * layers, firsts=[0] * layers)]
         if record:
             self.record()
-        self.update(prompt, "projected", None)
+        self.update(prompt + (self.more if prompt > WINDOW else 0), "projected", None)
 
     @precondition(lambda self: not self.now.recording)
     @rule()
@@ -424,7 +417,7 @@ class Machine(RuleBasedStateMachine):
         now.lengths, now.firsts = [0] * len(now.lengths), [0] * len(now.firsts)
         assert now.cache.nbytes() == 0
         self.holds_what_its_peer_holds()
-        self.update(prompt, "projected", None)
+        self.update(prompt + (self.more if prompt > WINDOW else 0), "projected", None)
 
     def change_batch(self, name: str, argument: Any, rows: list[int]) -> None:
         now = self.now
@@ -513,27 +506,29 @@ def test_any_sequence_of_operations_gives_what_dynamic_cache_gives(name: str) ->
 
 
 # What is stored, how, and in which layers: everything that has a path of its own.
+INT8 = {"format": "int8", "equalize": False}
+CHANNELS = {"format": "int4_rot", "key_format": "int4", "key_granularity": "channel", "key_group_size": 16}
 WAYS: dict[str, dict[str, Any]] = {
-    "int8": {"format": "int8"},
+    "int8": INT8,
     "fp8_e4m3 per head": {"format": "fp8_e4m3", "granularity": "head"},
-    "int8, sinks and a residual window": {"format": "int8", "sink_tokens": 2, "residual_length": 4},
+    "int8, sinks and a residual window": {**INT8, "sink_tokens": 2, "residual_length": 4},
     "a residual window longer than the sliding one": {"format": "fp8_e4m3", "residual_length": 9, "sink_tokens": 1},
     "int8 per head, sinks and a residual window": {
-        "format": "int8",
+        **INT8,
         "granularity": "head",
         "sink_tokens": 3,
         "residual_length": 5,
     },
     "exact keys, int8 values": {"format": "int8", "key_format": "none", "residual_length": 2},
     "another format for the values, per head": {
-        "format": "int8",
+        **INT8,
         "value_format": "fp8_e4m3",
         "granularity": "head",
         "prefill": "exact",
     },
-    "exact prefill": {"format": "int8", "prefill": "exact", "residual_length": 3},
+    "exact prefill": {**INT8, "prefill": "exact", "residual_length": 3},
     "layers that differ": {
-        "format": "int8",
+        **INT8,
         "layers": {1: {"format": "fp8_e4m3", "granularity": "head"}, 0: {"sink_tokens": 4}},
     },
     "given scales": {
@@ -543,6 +538,43 @@ WAYS: dict[str, dict[str, Any]] = {
             f"layers.{layer}.{kind}_scale": torch.tensor([0.01, 0.03]) for layer in (0, 1) for kind in ("key", "value")
         },
     },
+    "int8, equalized": {"format": "int8"},
+    "int8 per head, equalized, sinks and a residual window": {
+        "format": "int8",
+        "granularity": "head",
+        "equalize": True,
+        "sink_tokens": 3,
+        "residual_length": 5,
+    },
+    "given vectors for equalizing": {
+        "format": "int8",
+        "scales": {
+            f"layers.{layer}.{kind}": torch.tensor([[0.1, 3.0, 0.7, 1.0], [2.0, 0.2, 40.0, 1.5]])
+            for layer in (0, 1)
+            for kind in ("key_centre", "key_multiplier")
+        },
+    },
+    "groups of channels": {"format": "int3", "granularity": "group", "sink_tokens": 1},
+    "a code book, rotated": {"format": "nf4_rot", "residual_length": 3, "equalize": False},
+    "keys per channel": CHANNELS,
+    "both per channel, in groups of two sizes, sinks and a residual window": {
+        "format": "int2",
+        "granularity": "channel",
+        "key_group_size": 32,
+        "value_group_size": 16,
+        "sink_tokens": 3,
+        "residual_length": 5,
+    },
+    "keys per channel, exact prefill": {**CHANNELS, "prefill": "exact", "sink_tokens": 1},
+    "keys per channel, equalized": {**CHANNELS, "key_format": "int5_rot", "equalize": True, "sink_tokens": 4},
+    "values per channel beside a scale per head": {
+        **INT8,
+        "key_granularity": "head",
+        "value_format": "int6",
+        "value_granularity": "channel",
+        "value_group_size": 16,
+    },
+    "layers of which one is per channel": {**INT8, "layers": {1: CHANNELS, 0: {"residual_length": 3}}},
 }
 
 
@@ -554,7 +586,7 @@ def test_any_sequence_of_operations_gives_what_the_oracle_gives(way: str) -> Non
         cache = qkv.QKVCache(config, **WAYS[way])
         return cache, Oracles(cache)
 
-    run(lambda: Machine(make, growing=2.0), 8, 20)
+    run(lambda: Machine(make, growing=2.0, more=MORE if "equalized" in way else 0), 8, 20)
 
 
 # ---- what random sequences hardly meet -----------------------------------------------------------------------------
@@ -566,7 +598,7 @@ def test_a_crop_gives_the_scale_back_that_a_forgotten_token_had_made_grow() -> N
     prefix, cropped, later = kv(64 + WINDOW, seed=1), kv(1, seed=2), kv(1, seed=3)
     prefix[0][:, :, 64] *= 50  # where the scales of the keys grow, beyond those of the warm-up
     prefix[0][:, :, 65:] = torch.nan
-    cache, never = (qkv.QKVCache(config, "int8", granularity="head") for _ in range(2))
+    cache, never = (qkv.QKVCache(config, "int8", granularity="head", equalize=False) for _ in range(2))
     for one in (cache, never):
         one.activate_past_recording()
         one.update(*prefix, 0)
@@ -579,16 +611,19 @@ def test_a_crop_gives_the_scale_back_that_a_forgotten_token_had_made_grow() -> N
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_a_crop_into_the_sinks_starts_the_warm_up_anew(keep: int) -> None:
-    """The scales per head are then those of the tokens that come, and these stay exact until there are 64 of them."""
+@pytest.mark.parametrize(
+    "options", [{**INT8, "granularity": "head"}, {"format": "int8"}, {**CHANNELS, "equalize": True}], ids=str
+)
+def test_a_crop_into_the_sinks_starts_the_warm_up_anew(keep: int, options: dict[str, Any]) -> None:
+    """Scales per head, and the vectors for equalizing, are then those of the tokens that come; these wait exactly."""
     config = LlamaConfig(num_hidden_layers=2)
-    options = {"format": "int8", "granularity": "head", "sink_tokens": 3}
+    options = {**options, "sink_tokens": 3}
     cache, fresh = (qkv.QKVCache(config, **options) for _ in range(2))
     for layer in range(2):
-        old, new = kv(80, seed=layer), kv(90, seed=5 + layer)
+        old, new = kv(150, seed=layer), kv(150, seed=5 + layer)
         cache.update(*(100 * x for x in old), layer)
-        cache.layers[layer].crop(keep - 80)
-        for start, end in ((0, 30), (30, 90)):
+        cache.layers[layer].crop(keep - 150)
+        for start, end in ((0, 30), (30, 150)):
             cache.update(*(x[:, :, start:end] for x in new), layer)
             if end == 30:
                 assert torch.equal(cache.layers[layer].keys[:, :, keep:], new[0][:, :, :30])

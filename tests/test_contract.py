@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_model
 from families import FAMILIES
+from test_cache_stateful import Oracles
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -128,31 +130,106 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["tiny Llama", "Mistral", "Gemma 3"])
-@pytest.mark.parametrize("format", ["none", "int8"])
-def test_a_mode_of_generation_gives_what_plain_steps_over_the_same_format_give(
-    mode: str, name: str, format: str
-) -> None:
-    """In double precision. Modes that change the way and not the result are held against plain greedy steps."""
-    model = (make_tiny_model() if name == "tiny Llama" else FAMILIES[name]()).double()
-    # A repetitive prompt, so that look-up finds something.
-    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(4)).repeat(1, 4)
+INT8 = {"format": "int8", "equalize": False}
+CHANNELS = {"format": "int4_rot", "key_format": "int4", "key_granularity": "channel", "key_group_size": 32}
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"format": "none"},
+    "int8": INT8,
+    "int8, equalized": {"format": "int8"},
+    "int4 in groups": {"format": "int4", "granularity": "group"},
+    "keys per channel": CHANNELS,
+    "k5v4": {"format": "k5v4"},
+}
+# Where tokens are taken back, what was encoded together with them keeps a trace of them.
+TRACES = ("keys per channel", "k5v4")
+TAKES_BACK = ("prompt look-up", "assisted")
+
+
+def options_of(mode: str, model: PreTrainedModel, wrong: float = 0.01) -> dict[str, Any]:
     options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **MODES[mode]}
     if mode == "assisted":
         options["assistant_model"] = copy.deepcopy(model)
         with torch.no_grad():  # an assistant that is often wrong, so that tokens are taken back
             for weight in options["assistant_model"].parameters():
-                weight += 0.01 * torch.randn_like(weight)
+                weight += wrong * torch.randn_like(weight)
+    return options
+
+
+def repetitive(length: int) -> torch.Tensor:
+    """A prompt in which look-up finds something."""
+    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(4))
+    return ids.repeat(1, length // 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "way"),
+    [
+        (name, mode, way)
+        for name in ("tiny Llama", "Mistral", "Gemma 3")
+        for mode in MODES
+        for way in (WAYS if name == "tiny Llama" else ("none", "int8", "keys per channel"))
+        if mode not in TAKES_BACK or way not in TRACES
+    ],
+    ids=str,
+)
+def test_a_mode_of_generation_gives_what_plain_steps_over_the_same_format_give(name: str, mode: str, way: str) -> None:
+    """In double precision. Modes that change the way and not the result are held against plain greedy steps."""
+    model = (make_tiny_model() if name == "tiny Llama" else FAMILIES[name]()).double()
+    # Keys that are equalized are so from the 128th token on.
+    ids = repetitive(48 if way in ("none", "int8", "int4 in groups") else 144)
+    options = options_of(mode, model)
     changes_the_result = mode in ("several answers", "a penalty")
     plain = options if changes_the_result else {k: v for k, v in options.items() if k not in MODES[mode]}
+    if way != "none":
+        plain = {**plain, "prefill_chunk_size": 1}  # with decoded tensors a pass sees what is stored behind it
 
     def run(cache: Any, chosen: dict[str, Any]) -> torch.Tensor:
         torch.manual_seed(7)
         out = model.generate(ids, **as_argument(cache), **chosen)
         return out if isinstance(out, torch.Tensor) else out.sequences
 
-    expected = run(DynamicCache(config=model.config) if format == "none" else qkv.QKVCache(model.config, format), plain)
+    make = functools.partial(qkv.QKVCache, model.config, **WAYS[way])
+    expected = run(DynamicCache(config=model.config) if way == "none" else make(), plain)
     qkv.enable(model)
-    actual = run(qkv.QKVCache(model.config, format, backend="reference"), options)
+    actual = run(make(backend="reference"), options)
     assert torch.equal(actual, expected)
+
+
+class Told(Oracles):
+    """A cache, and beside it the oracle's stores, which are told the same."""
+
+    def __init__(self, cache: qkv.QKVCache):
+        super().__init__(cache)
+        self.cache, self.taken_back = cache, 0
+        self._update, self._crop = cache.update, cache.crop
+        cache.update, cache.crop = self.told, self.told_to_crop
+
+    def told(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        super().update(keys, values, layer)
+        return self._update(keys, values, layer, *args, **kwargs)
+
+    def told_to_crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.taken_back -= tokens_to_remove
+        self._crop(tokens_to_remove)
+
+
+@pytest.mark.parametrize("mode", TAKES_BACK)
+@pytest.mark.parametrize("way", ["int8, equalized", *TRACES])
+@pytest.mark.parametrize("length", [48, 120, 168])
+def test_tokens_taken_back_leave_what_the_oracle_holds_and_attention_reads_it(mode: str, way: str, length: int) -> None:
+    """Case 6: also in the middle of a group of tokens that share their scales."""
+    model = qkv.enable(make_tiny_model().double())
+    texts = []
+    for backend in ("reference", "auto"):
+        cache = qkv.QKVCache(model.config, **WAYS[way], backend=backend)
+        told = Told(cache)
+        torch.manual_seed(7)
+        options = {**options_of(mode, model, wrong=0.1), "max_new_tokens": 40}
+        texts.append(model.generate(repetitive(length), **as_argument(cache), **options))
+        assert told.taken_back > 3
+        assert cache.get_seq_length() == texts[-1].shape[1] - 1
+        for layer in range(len(cache)):
+            for found, wanted in zip(cache.view(layer).decode(), told.shown(layer), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert torch.equal(*texts)

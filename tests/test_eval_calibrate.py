@@ -226,7 +226,7 @@ def test_equalizing_vectors_and_scales_are_those_of_an_obvious_computation(
         torch.testing.assert_close(found[f"layers.{i}.key_multiplier"].double(), multiplier, rtol=1e-5, atol=1e-6)
         transformed = (counted - centre[None, :, None]) / multiplier[None, :, None]
         largest = transformed.abs().amax((0, 2, 3))
-        torch.testing.assert_close(found[f"layers.{i}.key_scale"].double() * 127, largest, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found[f"layers.{i}.key_scale"].double() * 127, 1.5 * largest, rtol=1e-5, atol=0)
         assert torch.equal(found[f"layers.{i}.value_scale"], plain[f"layers.{i}.value_scale"])
 
 
@@ -235,10 +235,11 @@ def test_equalized_keys_of_a_real_model_are_stored_better(
     smollm2: tuple[PreTrainedModel, PreTrainedTokenizerFast], tmp_path: Path
 ) -> None:
     model, tokenizer = smollm2
-    pairs = cached(model, windows_of(tokenizer, CalibrateSettings(window=128, limit=1, text=BOOK)))
+    windows = windows_of(tokenizer, CalibrateSettings(window=128, limit=4, text=BOOK))
+    pairs = cached(model, windows[3:])  # what the scales have not seen
     errors = {}
     for equalize in (False, True):
-        settings = CalibrateSettings(window=128, limit=1, equalize=equalize, text=BOOK)
+        settings = CalibrateSettings(window=128, limit=3, equalize=equalize, text=BOOK)
         path = tmp_path / f"{equalize}.safetensors"
         results = calibrate.run(model, tokenizer, settings)
         save_scales(path, results["scales"], model.config, "int8", results["about"])
@@ -249,7 +250,7 @@ def test_equalized_keys_of_a_real_model_are_stored_better(
             stored = cache.view(i).decode()[0]
             sums += torch.stack([(stored - keys).square().sum(), keys.square().sum()]).double()
         errors[equalize] = float(sums[0] / sums[1]) ** 0.5
-    assert errors[True] < 0.6 * errors[False]
+    assert errors[True] < 0.75 * errors[False]
 
 
 # ---- a cache with them -----------------------------------------------------------------------------------------------
@@ -411,6 +412,8 @@ def test_the_model_is_plain_afterwards(tiny_model: PreTrainedModel, tiny_tokeniz
         ({"percentile": 0}, "percentile=0 must be above 0 and at most 100"),
         ({"percentile": 100.5}, "percentile=100.5 must be above 0"),
         ({"percentile": math.nan}, "percentile=nan must be"),
+        ({"head_room": 0.9}, "head_room=0.9 must be at least 1"),
+        ({"head_room": math.inf}, "head_room=inf must be at least 1"),
         ({"sink_tokens": -1}, "sink_tokens=-1 must be at least 0"),
         ({"window": 20, "sink_tokens": 20}, "window=20 leaves nothing: the first 20 tokens"),
         ({"window": 4, "equalize": True}, "window=4 leaves nothing: the first 4 tokens"),
@@ -472,7 +475,7 @@ def test_the_command_prints_a_table_and_writes_scales_and_rows(
     assert metadata["cache_format"] == "int8"
     assert metadata["text"] == "book.txt"
     assert metadata["tokens"] == "300"
-    assert metadata["equalized"] == "false"
+    assert metadata["equalized"] == "no"
     assert metadata["date"].startswith("20")
     assert not any(str(tmp_path) in value for value in metadata.values())
     assert load_file(path)["layers.1.value_scale"].tolist() == [results["rows"][1]["value_scale"]]
@@ -500,6 +503,7 @@ def test_json_to_standard_output_stands_there_alone(command: Command, tiny_folde
         (["-o", "{folder}/x", "--method", "mean"], ["mean", "maximum, percentile, error"]),
         (["-o", "{folder}/x", "--percentile", "101"], ["percentile=101"]),
         (["-o", "{folder}/x", "--percentile", "many"], ["--percentile"]),
+        (["-o", "{folder}/x", "--head-room", "0"], ["head_room=0"]),
         (["-o", "{folder}/x", "--window", "1"], ["--window"]),
         (["-o", "{folder}/x", "--limit", "-1"], ["--limit"]),
         (["-o", "{folder}/x", "--sink-tokens", "2048"], ["window=2048 leaves nothing"]),

@@ -45,9 +45,13 @@ PAD = 0
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 NONE = {"format": "none"}
-INT8 = {"format": "int8"}
-WINDOW_ONLY = {"format": "int8", "residual_length": 5}
-RESIDUAL = {"format": "int8", "residual_length": 5, "sink_tokens": 3}
+INT8 = {"format": "int8", "equalize": False}
+WINDOW_ONLY = {**INT8, "residual_length": 5}
+RESIDUAL = {**INT8, "residual_length": 5, "sink_tokens": 3}
+# Keys in groups of tokens, the last of which waits until it is full; rotated values.
+CHANNELS = {"format": "int4_rot", "key_format": "int4", "key_granularity": "channel", "key_group_size": 16}
+# Keys that are equalized by given vectors, and so from the first token on; `cache_of` makes some for the model.
+VECTORS = {"format": "int4_rot", "key_format": "int8", "vectors": "given"}
 
 
 class Case(NamedTuple):
@@ -70,7 +74,7 @@ class Case(NamedTuple):
     def cache(self) -> qkv.QKVCache:
         """An empty cache; the model gets the attention that goes with it."""
         self.switch()
-        return qkv.QKVCache(self.model().config, **self.way, **({"backend": "reference"} if self.fused else {}))
+        return cache_of(self.model(), self.way, **({"backend": "reference"} if self.fused else {}))
 
 
 # With a residual window and without the fused attention a prompt in one pass is seen as it ends up stored, and so not
@@ -78,21 +82,26 @@ class Case(NamedTuple):
 CASES = [
     Case("tiny Llama", NONE, True),
     Case("tiny Llama", RESIDUAL, True),
+    Case("tiny Llama", CHANNELS, True),
     Case("Mistral", INT8, False),
     Case("Mistral", RESIDUAL, True),
+    Case("Mistral", VECTORS, True),
     Case("Gemma 3", NONE, False),
     Case("Gemma 3", INT8, True),
+    Case("Gemma 3", CHANNELS, True),
 ]
 # Tokens can be taken back from these without a trace.
 TOKEN_WISE = [
     Case("tiny Llama", INT8, True),
+    Case("tiny Llama", VECTORS, True),
     Case("Mistral", NONE, True),
     Case("Mistral", INT8, False),
     Case("Gemma 3", NONE, False),
     Case("Gemma 3", INT8, True),
+    Case("Gemma 3", VECTORS, False),
 ]
-# Sinks count padding as tokens, so that with them a row in a batch differs from the row alone.
-PADDED = [Case(name, WINDOW_ONLY if way == RESIDUAL else way, fused) for name, way, fused in CASES]
+# Sinks and groups of tokens count padding as tokens, so that with them a row in a batch differs from the row alone.
+PADDED = [Case(name, WINDOW_ONLY if way == RESIDUAL else way, fused) for name, way, fused in CASES if way != CHANNELS]
 
 
 @functools.cache
@@ -121,8 +130,22 @@ def prompt(batch: int, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def cache_of(model: PreTrainedModel, way: dict[str, Any], **more: Any) -> qkv.QKVCache:
+    options = {name: value for name, value in way.items() if name != "vectors"}
+    if "vectors" in way:
+        config = model.config
+        generator = torch.Generator().manual_seed(8)
+        shape = (config.num_key_value_heads, config.head_dim)
+        options["scales"] = {
+            f"layers.{layer}.{kind}": torch.rand(shape, generator=generator) + 0.2
+            for layer in range(config.num_hidden_layers)
+            for kind in ("key_centre", "key_multiplier")
+        }
+    return qkv.QKVCache(model.config, **options, **more)
+
+
 def plain_cache(model: PreTrainedModel, way: dict[str, Any]) -> Any:
-    return DynamicCache(config=model.config) if way == NONE else qkv.QKVCache(model.config, **way)
+    return DynamicCache(config=model.config) if way == NONE else cache_of(model, way)
 
 
 @contextlib.contextmanager
@@ -165,7 +188,9 @@ def logits_of(model: PreTrainedModel, way: dict[str, Any], ids: torch.Tensor, at
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
-    return model.generate(ids, **as_argument(cache), **{"max_new_tokens": NEW, "do_sample": False, **options})
+    # All tokens are seen unless it is said; what was written may hold the token that is for padding.
+    usual = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **as_argument(cache), **{**usual, **options})
 
 
 def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -192,7 +217,17 @@ BEAMS: dict[str, Any] = {
 SEARCHES = [
     Case(name, way, fused)
     for name in NAMES
-    for way, fused in ((NONE, False), (NONE, True), (INT8, False), (INT8, True), (RESIDUAL, False), (RESIDUAL, True))
+    for way, fused in (
+        (NONE, False),
+        (NONE, True),
+        (INT8, False),
+        (INT8, True),
+        (RESIDUAL, False),
+        (RESIDUAL, True),
+        (CHANNELS, True),
+        (VECTORS, False),
+        (VECTORS, True),
+    )
 ]
 
 
@@ -222,7 +257,7 @@ def test_every_beam_sees_what_a_row_that_was_never_moved_sees(case: Case, sample
         assert torch.equal(out.beam_indices, theirs.beam_indices)
 
 
-@pytest.mark.parametrize("way", [NONE, INT8, RESIDUAL], ids=str)
+@pytest.mark.parametrize("way", [NONE, INT8, RESIDUAL, CHANNELS, VECTORS], ids=str)
 def test_a_beam_search_goes_on_over_full_segments_and_a_full_residual_buffer(way: dict[str, Any]) -> None:
     case = Case("tiny Llama", way, True)
     options = {**BEAMS, "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 100}
@@ -231,14 +266,14 @@ def test_a_beam_search_goes_on_over_full_segments_and_a_full_residual_buffer(way
     assert_same_logits(along_the_beams(out, 6), expected)
 
 
-@pytest.mark.parametrize("way", [NONE, INT8, RESIDUAL], ids=str)
+@pytest.mark.parametrize("way", [NONE, INT8, RESIDUAL, CHANNELS, VECTORS], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_over_the_kernel_differ_from_rows_that_were_never_moved_far_less_than_the_format_does(
     name: str, way: dict[str, Any]
 ) -> None:
     """In float32, where rounding flips single codes by one step."""
     model = qkv.enable(copy.deepcopy(built(name)).float())
-    cache = qkv.QKVCache(model.config, **way)
+    cache = cache_of(model, way)
     out = generate(model, prompt(2), cache, **BEAMS)
     assert {row["backend"] for row in cache.stats()["layers"]} == {"cpu"}
     rows, at = out.sequences[:, :-1], slice(LENGTH - 1, None)
@@ -268,7 +303,7 @@ def test_a_copied_prefix_repeated_for_beams_gives_what_a_fresh_cache_gives(case:
         assert kept.get_seq_length() == LENGTH
 
 
-@pytest.mark.parametrize("way", [NONE, INT8], ids=str)
+@pytest.mark.parametrize("way", [NONE, INT8, {"format": "int4", "granularity": "group"}], ids=str)
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_beams_of_an_encoder_decoder_see_what_rows_that_were_never_moved_see(name: str, way: dict[str, Any]) -> None:
     """The cache of the cross-attention is rearranged as well; the encoder's rows differ in length."""
@@ -324,7 +359,12 @@ def constraint(kind: str, free: list[int], beams: int = 1) -> tuple[dict[str, An
 
 
 CONSTRAINTS = ["allowed tokens", "bad words", "other parity"]
-CONSTRAINED = [Case("tiny Llama", RESIDUAL, True), Case("Mistral", INT8, False), Case("Gemma 3", NONE, True)]
+CONSTRAINED = [
+    Case("tiny Llama", RESIDUAL, True),
+    Case("tiny Llama", CHANNELS, True),
+    Case("Mistral", INT8, False),
+    Case("Gemma 3", NONE, True),
+]
 
 
 @pytest.mark.parametrize("kind", CONSTRAINTS)

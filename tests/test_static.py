@@ -19,15 +19,26 @@ from qkv.named_caches import as_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
+INT8 = {"format": "int8", "equalize": False}
 SETUPS: list[dict[str, Any]] = [
     {"format": "none"},
-    {"format": "int8"},
+    INT8,
     {"format": "fp8_e4m3", "sink_tokens": 3, "residual_length": 5},
-    {"format": "int8", "granularity": "head", "residual_length": 70, "sink_tokens": 2},
+    {**INT8, "granularity": "head", "residual_length": 70, "sink_tokens": 2},
+    {"format": "int8"},
+    {
+        "format": "int4_rot",
+        "key_format": "int4",
+        "key_granularity": "channel",
+        "key_group_size": 32,
+        "sink_tokens": 3,
+        "residual_length": 5,
+    },
+    {"format": "k5v4"},
 ]
 NAMES = ["Llama", "Mistral", "Gemma 3", "Llama 4", "LFM2"]
-PIECES = [20, 9, *[1] * 70, 3, 4]
-ROOM = 128
+PIECES = [20, 9, *[1] * 70, 3, 4, 40, *[1] * 9]  # past the 128 tokens after which keys are equalized
+ROOM = 224
 
 
 def ids(pieces: list[int], rows: int = 2) -> tuple[torch.Tensor, ...]:
@@ -121,7 +132,7 @@ def test_crop_reset_reorder_and_copies_equal_those_of_the_growing_layout(name: s
         logits(model, cache, [33])
         cache.reset()
         cache.activate_past_recording()
-        out = [logits(model, cache, [70, 1, 1])]
+        out = [logits(model, cache, [138, 1, 1])]
         for removed, pieces in ((60, [1, 50]), (2, [3, 1]), (1, [1])):
             cache.crop(-removed)
             out.append(logits(model, cache, pieces))
@@ -140,7 +151,7 @@ def test_crop_reset_reorder_and_copies_equal_those_of_the_growing_layout(name: s
 def test_it_answers_what_static_cache_answers() -> None:
     model = make_tiny_model()
     ours, theirs = qkv.QKVCache(model.config, "int8", max_cache_len=ROOM), StaticCache(model.config, ROOM)
-    for pieces in ([5], [1], [20]):
+    for pieces in ([5], [1], [20], [120]):
         for cache in (ours, theirs):
             assert cache.is_compileable
             assert cache.get_max_length() == ROOM
@@ -178,13 +189,13 @@ def test_one_graph_serves_every_step_and_every_cache(name: str, setup: dict[str,
     compiled = torch.compile(model.forward, backend=counter, fullgraph=True)
     for _ in range(2):  # a second cache takes the same graph
         static, plain = (qkv.QKVCache(model.config, max_cache_len=ROOM, **setup) for _ in range(2))
-        prompt = ids([24])
-        tokens = ids([1] * 80)
+        prompt = ids([110])
+        tokens = ids([1] * 40)
         assert torch.equal(steps(model, static, prompt), steps(model, plain, prompt))
         actual, expected = steps(compiled, static, tokens), steps(model, plain, tokens)
         # Unfused, torch's attention may be another kernel in a graph.
         torch.testing.assert_close(actual, expected, rtol=0, atol=0 if fused else 1e-5)
-        assert static.get_seq_length() == 104
+        assert static.get_seq_length() == 150
         served = {row["backend"] for row in static.stats()["layers"]} - {"untouched"}
         assert served == ({"cpu"} if fused else {"decoded"})
         assert static.stats() == plain.stats()
@@ -197,7 +208,7 @@ def test_a_prompt_can_be_compiled_too(fused: bool) -> None:
     if fused:
         qkv.enable(model)
     compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
-    caches = [qkv.QKVCache(model.config, "int8", residual_length=4, max_cache_len=ROOM) for _ in range(2)]
+    caches = [qkv.QKVCache(model.config, **INT8, residual_length=4, max_cache_len=ROOM) for _ in range(2)]
     tokens = ids([40, 1, 1, 12, 1])
     actual, expected = steps(compiled, caches[0], tokens), steps(model, caches[1], tokens)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -206,8 +217,8 @@ def test_a_prompt_can_be_compiled_too(fused: bool) -> None:
 def test_the_default_compiler_gives_the_same_logits() -> None:
     model = qkv.enable(make_tiny_model())
     compiled = torch.compile(model.forward, fullgraph=True)
-    static, plain = (qkv.QKVCache(model.config, "int8", max_cache_len=ROOM) for _ in range(2))
-    tokens = ids([24, *[1] * 12])
+    static, plain = (qkv.QKVCache(model.config, "k5v4", max_cache_len=ROOM) for _ in range(2))
+    tokens = ids([150, *[1] * 12])
     actual, expected = steps(compiled, static, tokens[:3]), steps(model, plain, tokens[:3])
     held = sorted(addresses(static))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -222,7 +233,7 @@ def test_a_model_that_uses_the_keys_itself_gets_them_decoded_in_the_graph() -> N
     """DeepSeek-V3 makes keys and values out of the latents that it has in the cache."""
     model = qkv.enable(FAMILIES["DeepSeek-V3"]())
     compiled = torch.compile(model.forward, backend="eager")
-    caches = [qkv.QKVCache(model.config, "int8", max_cache_len=ROOM) for _ in range(2)]
+    caches = [qkv.QKVCache(model.config, **INT8, max_cache_len=ROOM) for _ in range(2)]
     tokens = ids([24, 1, 1, 1])
     actual, expected = steps(compiled, caches[0], tokens), steps(model, caches[1], tokens)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -240,7 +251,7 @@ def test_a_full_cache_is_an_error_in_a_graph_too() -> None:
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
 def test_generate_compiles_and_gives_the_text_of_the_growing_layout(name: str) -> None:
     model = qkv.enable(FAMILIES[name]())
-    prompt = ids([30])[0]
+    prompt = ids([120])[0]
     mask = torch.ones_like(prompt)
     mask[0, :7] = 0
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
@@ -253,7 +264,7 @@ def test_generate_compiles_and_gives_the_text_of_the_growing_layout(name: str) -
 
 
 def test_a_growing_cache_works_under_a_compiler_that_breaks_the_graph() -> None:
-    setup = {"format": "int8", "residual_length": 5}
+    setup = {**INT8, "residual_length": 5}
     model = qkv.enable(make_tiny_model())
     compiled = torch.compile(model.forward, backend="eager")
     tokens = ids([24, 1, 1])
@@ -267,7 +278,7 @@ def test_a_growing_cache_works_under_a_compiler_that_breaks_the_graph() -> None:
 
 def test_offload_and_prefetch_change_nothing(tiny_model: PreTrainedModel) -> None:
     """On the CPU there is nowhere to go; transformers asks all the same."""
-    caches = [qkv.QKVCache(tiny_model.config, "int8", residual_length=3), DynamicCache(config=tiny_model.config)]
+    caches = [qkv.QKVCache(tiny_model.config, **INT8, residual_length=3), DynamicCache(config=tiny_model.config)]
     for cache in caches:
         logits(tiny_model, cache, [9])
         for layer in cache.layers:
@@ -282,7 +293,7 @@ def test_memory_that_moves_holds_the_same_tokens(setup: dict[str, Any]) -> None:
     """What offloading does, with a copy in the place of the other device."""
     model = qkv.enable(make_tiny_model())
     moving, resting = (qkv.QKVCache(model.config, **setup) for _ in range(2))
-    for pieces in ([90], [1], [1, 1], [5], [1]):
+    for pieces in ([90], [1], [60], [1, 1], [5], [1]):
         view = moving.view(0) if moving.get_seq_length() else None
         before = view.decode() if view is not None else ()
         for layer in moving.layers:
@@ -296,10 +307,10 @@ def test_memory_that_moves_holds_the_same_tokens(setup: dict[str, Any]) -> None:
 def test_a_view_with_its_runs_written_down_outlives_a_move() -> None:
     """The layer is taken away behind its update, before attention reads what the update gave."""
     model = qkv.enable(make_tiny_model())
-    cache = qkv.QKVCache(model.config, "int8")
+    cache = qkv.QKVCache(model.config, "k5v4")
     for layer in cache.layers:
         layer.offloads = True
-    logits(model, cache, [20])
+    logits(model, cache, [200])
     layer = cache.layers[0]
     shape = layer.store.shape
     assert shape is not None

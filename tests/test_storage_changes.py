@@ -365,6 +365,19 @@ def test_a_static_layout_takes_its_memory_once_and_stores_the_same(setup: str) -
     assert snapshot(store) == before
 
 
+@some_setups
+@pytest.mark.parametrize(("residual", "n"), [(64, 33), (80, 50), (5, 7)])
+def test_in_a_static_layout_tokens_leave_the_window_before_others_take_their_place(
+    setup: str, residual: int, n: int
+) -> None:
+    config = config_of(setup, residual_length=residual)
+    pair = kv(400, batch=1, heads=1, **sizes(setup))
+    store, growing = LayerStore(config, capacity=400), filled(config, pair)
+    for start in range(0, 400, n):
+        store.append(*part(pair, start, start + n))
+    assert_same(store, growing)
+
+
 @settings(max_examples=30, deadline=None)
 @given(config=configs(), data=st.data())
 def test_any_sequence_of_operations_on_a_static_layout_stores_the_same(

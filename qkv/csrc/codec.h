@@ -63,6 +63,9 @@ static void encode_affine(const float* x, int n, int64_t step, const QkvPlane& p
     low += cut;
     high -= cut;
   }
+  const float excess = most((high - low) - levels * 3584.0f, 0.0f) * 0.5f;
+  low += excess;
+  high -= excess;
   const float needed = most((high - low) / levels, std::fabs(low) / 127.0f);
   const float held = least(most(needed, 9.53674316e-7f), 3584.0f);  // 2^-20 .. 2^11 * 1.75
   const uint8_t stored = static_cast<uint8_t>(((bits_of(held) + 0xfffffu) >> 20) - (107u << 3));

@@ -46,6 +46,9 @@ class Affine(Format):
         if self.clip != 1.0:
             cut = (high - low) * ((1.0 - self.clip) / 2.0)
             low, high = low + cut, high - cut
+        # A range too wide for the largest scale saturates at both ends.
+        excess = ((high - low) - float(self.levels) * self.scale_type.largest).clamp(min=0.0) * 0.5
+        low, high = low + excess, high - excess
         # Wide enough for the range, and for its low end to lie within 127 steps of zero.
         needed = torch.maximum((high - low) / float(self.levels), low.abs() / 127.0)
         needed = needed.clamp(self.scale_type.smallest, self.scale_type.largest)
