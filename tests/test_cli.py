@@ -59,7 +59,7 @@ def test_the_command_line_is_built_without_importing_transformers() -> None:
         (["nonsense"], ["nonsense"]),
         (["generate"], ["--prompt"]),
         (["generate", "-p", "hi", "-n", "0"], ["--max-new-tokens"]),
-        (["generate", "-p", "hi", "-f", "int9"], ["int9", "int8", "dynamic", "hf-hqq4"]),
+        (["generate", "-p", "hi", "-f", "int9"], ["int9", "int8", "int4_rot", "k5v4", "dynamic", "hf-hqq4"]),
         (["generate", "-p", "hi", "-f", "missing.yaml"], ["missing.yaml"]),
         (["generate", "-p", "hi", "--model", "/no/such/model"], ["/no/such/model", "smollm2"]),
         (["generate", "-p", "hi", "--model", "model.gguf"], ["model.gguf"]),
@@ -90,17 +90,19 @@ def test_a_prompt_too_long_for_the_model_is_refused(command: Command, tiny_folde
     assert "1024" in done.err.splitlines()[-1]
 
 
-def test_generate_writes_text_and_results(command: Command, tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["int8", "int4", "nf4", "k5v4"])
+def test_generate_writes_text_and_results(format: str, command: Command, tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    done = command("generate", "-p", "hello", "-n", 8, "--model", tiny_folder, "--format", "int8", "--json", file)
+    prompt = "hello" * 100
+    done = command("generate", "-p", prompt, "-n", 8, "--model", tiny_folder, "--format", format, "--json", file)
     assert done.status == 0
     results = json.loads(file.read_text())
     (row,) = results["rows"]
     assert done.out == row["text"] + "\n"
-    assert row["format"] == "int8"
-    assert row["prompt_tokens"] == 5
+    assert row["format"] == format
+    assert row["prompt_tokens"] == 500
     assert 1 <= row["new_tokens"] <= 8
-    assert row["kv_bytes"] > 0
+    assert 0 < row["kv_bytes"] < 2 * 2 * 508 * 16 * 4 / 2  # layers, keys and values, tokens, channels: half of float32
     assert results["meta"]["model"] == str(tiny_folder)
 
 

@@ -14,35 +14,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.config import CacheConfig
+from qkv.formats import get_format
+from qkv.presets import PRESETS
+from qkv.storage import LayerStore
 
 FULL: dict[str, Any] = {
     "format": "int8",
     "key_format": "fp8_e4m3",
     "value_format": "none",
     "granularity": "head",
+    "key_granularity": "channel",
+    "value_granularity": "group",
     "group_size": 32,
+    "key_group_size": 64,
+    "value_group_size": 16,
+    "equalize": False,
     "residual_length": 16,
     "sink_tokens": 4,
     "scales": "scales.safetensors",
     "prefill": "exact",
     "backend": "reference",
-    "layers": {0: {"format": "none"}, 3: {"residual_length": 128, "granularity": "token"}},
+    "layers": {
+        0: {"format": "none"},
+        3: {"residual_length": 128, "granularity": "token"},
+        5: {"equalize": True, "key_granularity": "group", "value_group_size": 128},
+    },
 }
 
 
 def configs() -> st.SearchStrategy[CacheConfig]:
     """Any configuration that is allowed."""
-    names = st.sampled_from(["none", "int8", "fp8_e4m3"])
+    names = st.sampled_from(["none", "int8", "fp8_e4m3", "int4_rot"])
+    granularities = st.none() | st.sampled_from(["token", "head", "group", "channel"])
+    sizes = st.none() | st.integers(1, 128)
     changes = st.fixed_dictionaries(
         {},
-        optional={"format": names, "sink_tokens": st.integers(0, 9), "granularity": st.sampled_from(["token", None])},
+        optional={
+            "format": names,
+            "sink_tokens": st.integers(0, 9),
+            "granularity": st.sampled_from(["token", None]),
+            "value_granularity": granularities,
+            "key_group_size": sizes,
+            "equalize": st.booleans(),
+        },
     )
     return st.builds(
         CacheConfig,
         format=names,
         key_format=st.none() | names,
-        granularity=st.sampled_from([None, "token", "head"]),
-        group_size=st.none() | st.integers(1, 128),
+        granularity=granularities,
+        key_granularity=granularities,
+        group_size=sizes,
+        value_group_size=sizes,
+        equalize=st.none() | st.booleans(),
         residual_length=st.integers(0, 300),
         sink_tokens=st.integers(0, 300),
         prefill=st.sampled_from(["stored", "exact"]),
@@ -65,6 +89,12 @@ def configs() -> st.SearchStrategy[CacheConfig]:
         ({"granularity": ["token"]}, "granularity=.* is not known"),
         ({"group_size": 0}, "group_size must be at least 1"),
         ({"group_size": 2.5}, "group_size must be a whole number"),
+        ({"key_group_size": 0}, "key_group_size must be at least 1"),
+        ({"value_group_size": "32"}, "value_group_size must be a whole number"),
+        ({"key_granularity": "row"}, "key_granularity='row' is not known; use one of token, head, group, channel"),
+        ({"value_granularity": 3}, "value_granularity=3 is not known"),
+        ({"equalize": "yes"}, "equalize must be true, false or None, not 'yes'"),
+        ({"equalize": 1}, "equalize must be true, false or None, not 1"),
         ({"residual_length": -1}, "residual_length must be a whole number of at least 0, not -1"),
         ({"residual_length": "128"}, "residual_length must be a whole number"),
         ({"residual_length": None}, "residual_length must be a whole number"),
@@ -80,6 +110,8 @@ def configs() -> st.SearchStrategy[CacheConfig]:
         ({"layers": {0: {1: 2, "x": 3}}}, r"layers\[0\]: unknown key"),
         ({"layers": {0: {"residual_length": -1}}}, r"layers\[0\]: residual_length must be a whole number"),
         ({"layers": {7: {"granularity": "row"}}}, r"layers\[7\]: granularity='row' is not known"),
+        ({"layers": {7: {"equalize": 0}}}, r"layers\[7\]: equalize must be true, false or None"),
+        ({"layers": {7: {"key_group_size": 0}}}, r"layers\[7\]: key_group_size must be at least 1"),
     ],
     ids=str,
 )
@@ -196,11 +228,18 @@ def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path: Path) -> No
         CacheConfig.from_yaml(binary)
 
 
+def test_every_preset_lies_in_configs_under_its_name() -> None:
+    folder = Path(__file__).parent.parent / "configs"
+    for name in PRESETS:
+        assert CacheConfig.from_yaml(folder / f"{name}.yaml") == CacheConfig.of(name)
+
+
 def test_every_yaml_in_configs_is_valid() -> None:
     found = sorted(Path(__file__).parent.parent.joinpath("configs").glob("*.yaml"))
     assert found
     for path in found:
-        assert CacheConfig.from_yaml(path).format
+        config = CacheConfig.from_yaml(path)
+        LayerStore(replace(config, layers={}))  # format and granularity go together
 
 
 # ---- what users pass -----------------------------------------------------------------------------------------------
@@ -215,9 +254,25 @@ def test_a_configuration_is_made_from_a_name_a_path_or_a_configuration(tmp_path:
     assert CacheConfig.of(config) is config
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_name_of_a_preset_is_what_it_stands_for(name: str) -> None:
+    config = CacheConfig.of(name)
+    assert config == CacheConfig.from_dict(PRESETS[name])
+    keys, values = (int(part) for part in name[1:].split("v"))
+    formats = [get_format(side) for side in (config.key_format or config.format, config.value_format or config.format)]
+    assert [format.bits for format in formats] == [keys, values]
+    assert CacheConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_preset_cannot_be_changed() -> None:
+    """Case 19."""
+    with pytest.raises(TypeError):
+        PRESETS["k5v4"]["format"] = "int8"
+
+
 @pytest.mark.parametrize("what", [None, 8, {"format": "int8"}])
 def test_anything_else_is_refused(what: Any) -> None:
-    with pytest.raises(ValueError, match="format must be a format name, a YAML path or a CacheConfig"):
+    with pytest.raises(ValueError, match="the name of a format or preset, a YAML path or a CacheConfig"):
         CacheConfig.of(what)
 
 

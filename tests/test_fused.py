@@ -24,7 +24,7 @@ registry: Any = sys.modules["qkv.formats"]  # `qkv.formats` is the function of t
 
 def packed(n: int = 20, dtype: torch.dtype = torch.float32) -> tuple[PackedTensor, PackedTensor]:
     torch.manual_seed(0)
-    store = LayerStore(qkv.CacheConfig("int8"))
+    store = LayerStore(qkv.CacheConfig("int8", equalize=False))
     store.append(torch.randn(2, 3, n, 16, dtype=dtype), torch.randn(2, 3, n, 8, dtype=dtype))
     view = KVView(store)
     return PackedTensor(view, True), PackedTensor(view, False)
@@ -96,13 +96,71 @@ def test_a_new_format_works_at_once_and_says_that_it_is_slow(toy_format: str, ti
         tiny_model(torch.tensor([[5]]), **as_argument(insisting))
 
 
+@pytest.fixture
+def four_bits() -> Iterator[str]:
+    """A format of ours with codes of 4 bits, an offset and groups; the compiled kernel does not know it."""
+
+    class Quarter(Format):
+        name = "quarter"
+        bits = 4
+        code_dtype = torch.uint8
+        largest = 15.0
+        granularities = ("group", "channel", "token")
+        offset = "bfloat16"
+
+        def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            low, high = x.float().amin(dim=-1), x.float().amax(dim=-1)
+            scale = self.scale_type.store(((high - low) / 15.0).clamp(1e-30, 1e30))
+            return scale, low.to(torch.bfloat16)
+
+        def encode(self, x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
+            assert offset is not None
+            return self.round((x.float() - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1))
+
+        def decode(
+            self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offset: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            assert offset is not None
+            return (codes.float() * scale.float().unsqueeze(-1) + offset.float().unsqueeze(-1)).to(dtype)
+
+        def round(self, scaled: torch.Tensor) -> torch.Tensor:
+            return scaled.round().clamp(0, 15).to(torch.uint8)
+
+    qkv.register_format(Quarter)
+    yield "quarter"
+    del registry._table["quarter"]
+
+
+@pytest.mark.parametrize("granularity", ["group", "channel", "token"])
+@pytest.mark.parametrize("equalize", [False, True])
+def test_a_new_format_of_few_bits_has_granularities_sinks_and_equalizing_at_once(
+    granularity: str, equalize: bool, four_bits: str, tiny_model: PreTrainedModel
+) -> None:
+    ids = torch.randint(3, 250, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = tiny_model(ids).logits
+        qkv.enable(tiny_model)
+        cache = qkv.QKVCache(tiny_model.config, four_bits, granularity=granularity, equalize=equalize, sink_tokens=2)
+        stored = tiny_model(ids, **as_argument(cache)).logits
+        with pytest.warns(qkv.SlowPathWarning, match="does not read quarter"):
+            tiny_model(ids[:, :1], **as_argument(cache))
+    assert cache.stats()["layers"][0]["granularity"] == granularity
+    assert 0 < float((stored - exact).square().mean()) < 0.05 * float(exact.var())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 4}, "bits must be 8"),
-        ({"code_dtype": torch.int16}, "one byte"),
-        ({"code_dtype": torch.uint8}, "stand for themselves"),
+        (
+            {"bits": 4},
+            "stored in 8 bits, code_dtype a type of one byte, or in 2, 3, 4, 5, 6 bits, code_dtype torch.uint8",
+        ),
+        ({"bits": 7, "code_dtype": torch.uint8}, "they are 7 bits of torch.uint8"),
+        ({"code_dtype": torch.int16}, "a type of one byte"),
+        ({"bits": 4, "code_dtype": torch.uint8}, "codes of type torch.uint8 below 16"),
+        ({"code_dtype": torch.float8_e4m3fn}, "stand for themselves"),
         ({"name": "int8"}, "registered already"),
+        ({"name": "k5v4"}, "registered already"),
         ({"name": None}, "needs a `name`"),
     ],
     ids=str,

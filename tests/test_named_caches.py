@@ -14,15 +14,16 @@ from qkv.named_caches import as_argument, cache_names, named_cache
 from qkv_eval.peers import with_baseline
 
 
-@pytest.mark.parametrize("name", ["dynamic", "none", "int8", "fp8_e4m3", "fp8_e5m2", "hf-fp8"])
-def test_a_named_cache_works_in_a_model(tiny_model: PreTrainedModel, name: str) -> None:
+@pytest.mark.parametrize("name", ["dynamic", *qkv.formats(), *qkv.presets(), "hf-fp8"])
+def test_a_named_cache_works_in_a_model(wide_model: PreTrainedModel, name: str) -> None:
     named = named_cache(name)
-    cache = named.make(tiny_model.config)
+    cache = named.make(wide_model.config)
     if named.is_ours:
-        qkv.enable(tiny_model)
+        qkv.enable(wide_model)
     with torch.inference_mode():
-        tiny_model(torch.arange(10)[None], **as_argument(cache))
-    assert cache.get_seq_length() == 10
+        wide_model(torch.arange(200)[None], **as_argument(cache))
+    assert cache.get_seq_length() == 200
+    assert name in cache_names()
 
 
 @pytest.mark.parametrize("name", ["hf-hqq8", "hf-hqq4", "hf-quanto4", "hf-quanto2"])
@@ -35,7 +36,8 @@ def test_transformers_caches_have_the_bits_of_their_name(tiny_model: PreTrainedM
 
 def test_which_caches_are_ours() -> None:
     assert isinstance(named_cache("dynamic").make(None), DynamicCache)
-    assert [named_cache(name).is_ours for name in ("dynamic", "int8", "hf-fp8")] == [False, True, False]
+    names = ("dynamic", "int8", "k5v4", "hf-fp8")
+    assert [named_cache(name).is_ours for name in names] == [False, True, True, False]
 
 
 def test_a_yaml_file_is_a_cache_under_its_own_name(tmp_path: Path, tiny_model: PreTrainedModel) -> None:
