@@ -15,7 +15,15 @@ from conftest import make_tiny_model
 from setups import SETUPS, format_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import qkv
 from qkv.named_caches import as_argument
@@ -156,6 +164,66 @@ def test_exact_prefill_stores_the_same_codes_as_stored_prefill(
         logits(tiny_model, cache, prompt(1, LONG))
     assert torch.equal(caches[0].view(0).decode()[0], caches[1].view(0).decode()[0])
     assert any(segment.length for segment in caches[1].layers[0].store.packed)
+
+
+# ---- keys with huge channels -----------------------------------------------------------------------------------------
+
+
+def model_with_bias(bias: float) -> PreTrainedModel:
+    """A tiny Qwen2, whose keys have a bias: ``bias`` in the channels that rotate slowest, where queries are small."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=260,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.k_proj.bias.normal_()
+            for channel in (15, 31):
+                attention.k_proj.bias[channel] += bias
+                attention.q_proj.weight.view(3, 32, -1)[:, channel] *= 0.01
+    return model
+
+
+@pytest.mark.parametrize(
+    ("way", "times"),
+    [
+        # The bias rotates out of the range that the first 128 tokens had.
+        ({"format": "int8"}, 5),
+        ({"format": "fp8_e4m3"}, 1.5),
+        ({"format": "int4"}, 1.5),
+        ({"format": "int4_rot"}, 1.5),
+        ({"format": "int4", "granularity": "token", "equalize": True}, 5),
+    ],
+    ids=str,
+)
+def test_a_model_with_a_large_bias_of_its_keys_loses_little_more_than_one_without(
+    way: dict[str, Any], times: float
+) -> None:
+    """Case 1. The same without what is made for such keys: the model is lost."""
+    ids = prompt(2, 512)
+
+    def drift(bias: float, **options: Any) -> float:
+        model = model_with_bias(bias)
+        exact = logits(model, DynamicCache(config=model.config), ids).log_softmax(-1)
+        qkv.enable(model)
+        cache = qkv.QKVCache(model.config, **options)
+        stored = torch.cat([logits(model, cache, piece) for piece in ids.split(128, dim=1)], dim=1).log_softmax(-1)
+        return float((exact.exp() * (exact - stored)).sum(-1)[:, 128:].mean())
+
+    assert drift(300.0, **way) < times * drift(0.0, **way)
+    if "fp8" not in way["format"]:
+        lost = {"format": way["format"].removesuffix("_rot"), "granularity": "token", "equalize": False}
+        assert drift(300.0, **lost) > 5 * drift(300.0, **way)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

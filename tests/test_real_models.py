@@ -1,7 +1,7 @@
 """Two real models, with full attention and with windows of 512 tokens: every way to generate writes the same text.
 
 In float32, where rounding can flip a code by one step and a near tie between two tokens. So texts must agree up to a
-near tie; and the logits on the way must agree, for ``none`` within rounding, for ``int8`` within a part of what the
+near tie; and the logits on the way must agree, for ``none`` within rounding, for others within a part of what the
 format itself does to them.
 """
 
@@ -24,11 +24,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
 NEW = 20
 # What the two most likely tokens may differ by where a text turns off: logits, of which the largest are about 30.
-NEAR_TIE = {"none": 1e-3, "int8": 0.3}
+NEAR_TIE = {"none": 1e-3, "int8": 0.3, "k5v4": 0.6}
+# Keys are equalized by what a whole batch shows, padding included: not where rows are held against rows alone.
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"format": "none"},
+    "int8": {"format": "int8", "equalize": False},
+    "k5v4": {"format": "k5v4"},
+}
 # Mean square, as a part of that of the format's own error. A flipped code is a whole step, and moves what later layers
 # and tokens store: of decoded keys in single steps against the same in pairs 0.06 was seen, with the kernel, which
-# rounds more, up to 0.31. Two independent roundings would give 2, a wrong row or token hundreds.
-APART = 0.5
+# rounds more, up to 0.31, and 0.9 with longer prompts. Two independent roundings would give 2, a wrong row or token
+# hundreds.
+APART = {"int8": 0.5, "k5v4": 1.5}
 # How many tokens must agree before a near tie is an excuse.
 LEAST = 8
 BEAMS: dict[str, Any] = {"num_beams": 2, "num_return_sequences": 2, "output_scores": True}
@@ -51,7 +58,7 @@ class Real:
 
     def cache(self, format: str, fused: bool) -> qkv.QKVCache:
         (qkv.enable if fused else qkv.disable)(self.model)
-        return qkv.QKVCache(self.model.config, format)
+        return qkv.QKVCache(self.model.config, **WAYS[format])
 
     def dynamic(self) -> DynamicCache:
         qkv.disable(self.model)
@@ -95,7 +102,7 @@ class Real:
         stored, exact = self.plain(format, length), self.plain("none", length)
         same = int((stored.tokens == exact.tokens).long().cumprod(0).sum()) + 1
         error = (stored.logits[:same] - exact.logits[:same]).square().mean()
-        assert float(difference.square().mean()) < APART * float(error)
+        assert float(difference.square().mean()) < APART[format] * float(error)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +134,13 @@ def real(_real: Real) -> Iterator[Real]:
     qkv.disable(_real.model)
 
 
+def long_enough(real: Real, format: str) -> Real:
+    """The same with a prompt that is stored in codes: keys that are equalized wait for 128 tokens."""
+    if format == "k5v4" and real.prompt.shape[1] < 240:
+        return Real(real.model, real.tokenizer, 240)
+    return real
+
+
 def on(*pairs: str) -> pytest.MarkDecorator:
     """Models and formats, "SmolLM2 none" and the like."""
     values = [(f"_{model.lower()}", format) for model, format in (pair.split() for pair in pairs)]
@@ -135,6 +149,9 @@ def on(*pairs: str) -> pytest.MarkDecorator:
 
 everything = on("SmolLM2 none", "SmolLM2 int8", "Gemma none", "Gemma int8")
 but_the_slowest = on("SmolLM2 none", "SmolLM2 int8", "Gemma int8")
+# With the fused attention only: with the other one a prompt is seen as it is stored in the end.
+in_chunks = on("SmolLM2 none", "SmolLM2 int8", "SmolLM2 k5v4", "Gemma none", "Gemma int8", "Gemma k5v4")
+in_beams = on("SmolLM2 none", "SmolLM2 int8", "SmolLM2 k5v4", "Gemma int8")
 
 
 @everything
@@ -146,9 +163,10 @@ def test_the_other_attention_writes_the_same(format: str, real: Real) -> None:
     assert {row["backend"] for row in cache.stats()["layers"]} == {"cpu" if format == "none" else "decoded"}
 
 
-@everything
+@in_chunks
 def test_a_prompt_in_chunks_gives_the_same_text(format: str, real: Real) -> None:
     """Of Gemma's chunks one ends before the window does, one goes across its end, one begins behind it."""
+    real = long_enough(real, format)
     written = real.text(real.prompt, real.cache(format, fused=True), prefill_chunk_size=200)
     real.assert_agrees(written[0], format, real.prompt.shape[1])
 
@@ -186,9 +204,10 @@ def test_rows_of_a_padded_batch_get_the_text_that_they_get_alone(format: str, re
         real.assert_agrees(written, format, length)
 
 
-@but_the_slowest
+@in_beams
 def test_beams_find_what_they_find_with_the_other_attention_and_see_what_one_pass_sees(format: str, real: Real) -> None:
     """From copies of a cache that holds the prompt; none against DynamicCache, int8 fused against int8 decoded."""
+    real = long_enough(real, format)
     length = real.prompt.shape[1]
 
     @torch.no_grad()
@@ -214,6 +233,7 @@ def test_beams_find_what_they_find_with_the_other_attention_and_see_what_one_pas
     assert moves > 2
     along = torch.stack([step[ours.beam_indices[:, i]] for i, step in enumerate(ours.logits)], dim=1)
     for row, logits in zip(ours.sequences, along, strict=True):
+        qkv.enable(real.model)  # what the row before was held against may have been made with the other attention
         with torch.no_grad():
             once = real.model(row[None, length - 1 : -1], **as_argument(copy.deepcopy(prefix))).logits[0]
         real.assert_close(logits, once, format, length)

@@ -89,28 +89,37 @@ def with_outlier_channels(model: PreTrainedModel, factor: float) -> PreTrainedMo
     return changed
 
 
-def test_eight_bits_survive_keys_with_huge_channels(smollm2: Any) -> None:
-    """Case 1. int8 loses in proportion, since a vector shares one scale; the error of fp8 is relative and stays."""
+@torch.no_grad()
+def drift(model: PreTrainedModel, ids: torch.Tensor, what: str | qkv.CacheConfig) -> float:
+    """KL divergence, nats, of the median prediction through a cache from the model's own: the mean hangs on a few."""
+    qkv.disable(model)
+    base = model(ids, **as_argument(DynamicCache(config=model.config))).logits[0].log_softmax(-1)
+    qkv.enable(model)
+    cache = qkv.QKVCache(model.config, what)
+    quantized = model(ids, **as_argument(cache)).logits[0].log_softmax(-1)
+    # What is not yet stored in codes cannot drift.
+    first = cache.layers[0].store.warm
+    return float((base.exp() * (base - quantized)).sum(-1)[first:].median())
+
+
+def test_keys_with_huge_channels_cost_equalized_formats_next_to_nothing(smollm2: Any) -> None:
+    """Case 1: at 8 bits and at 4, against the same model without such channels; int8 that is not equalized is lost."""
     model, tokenizer = smollm2
-    ids = tokenizer(PROSE, return_tensors="pt").input_ids[:, :384]
+    ids = tokenizer(PROSE, return_tensors="pt").input_ids[:, :640]
+    huge = with_outlier_channels(model, 64.0)
+    plain = qkv.CacheConfig("int8", equalize=False)
+    assert drift(huge, ids, plain) > 20 * drift(model, ids, plain)
+    for name in ("int8", "k4v4", "k5v4"):
+        untouched = drift(model, ids, name)
+        assert untouched > 1e-5, "nothing was quantized"
+        assert drift(huge, ids, name) < 1.5 * untouched, name
 
-    @torch.no_grad()
-    def drift(other: PreTrainedModel, name: str) -> tuple[float, float]:
-        qkv.disable(other)
-        base = other(ids, **as_argument(DynamicCache(config=other.config))).logits[0].log_softmax(-1)
-        qkv.enable(other)
-        quantized = other(ids, **as_argument(qkv.QKVCache(other.config, name))).logits[0].log_softmax(-1)
-        divergence = float((base.exp() * (base - quantized)).sum(-1).mean())
-        return divergence, float((base.argmax(-1) == quantized.argmax(-1)).float().mean())
 
-    untouched = drift(model, "fp8_e4m3")
-    eight, sixty_four = with_outlier_channels(model, 8.0), with_outlier_channels(model, 64.0)
-    divergence, same_top = drift(eight, "int8")
-    assert divergence < 0.01
-    assert same_top > 0.94
-    divergence, same_top = drift(sixty_four, "int8")  # badly hurt, not destroyed: most of its choices stay
-    assert divergence < 0.6
-    assert same_top > 0.6
-    divergence, same_top = drift(sixty_four, "fp8_e4m3")
-    assert divergence < 1.5 * untouched[0]
-    assert same_top > 0.94
+def test_fewer_bits_move_the_predictions_as_little_as_measured(smollm2: Any) -> None:
+    """Bounds are about twice the medians measured on WikiText-2; the order of the set-ups counts too."""
+    model, tokenizer = smollm2
+    ids = tokenizer(PROSE, return_tensors="pt").input_ids
+    bounds = {"int8": 0.0005, "k5v4": 0.0015, "k4v4": 0.004, "k3v3": 0.025}
+    found = {name: drift(model, ids, name) for name in bounds}
+    assert {name: found[name] < bound for name, bound in bounds.items()} == dict.fromkeys(bounds, True), found
+    assert found["int8"] < found["k5v4"] < found["k4v4"] < found["k3v3"]

@@ -19,9 +19,21 @@ from qkv.named_caches import as_argument
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
 NAMES = ["Llama", "Mistral", "Gemma 3"]
-FORMATS = ["none", "int8", "fp8_e4m3"]
+# Encoded a token at a time, from the first one on.
+INT8 = qkv.CacheConfig("int8", equalize=False)
+FORMATS = ["none", INT8, "fp8_e4m3", qkv.CacheConfig("int4", value_format="nf4_rot", granularity="group")]
+# Keys in groups of tokens, and keys that wait until there are 128 of them.
+CHANNELS = qkv.CacheConfig("int4_rot", key_format="int4", key_granularity="channel", key_group_size=16)
+WAITING = [CHANNELS, qkv.CacheConfig("int8"), qkv.CacheConfig.of("k5v4")]
+
+
+def named(way: Any) -> str:
+    return way if isinstance(way, str) else " ".join(map(str, way.to_dict().values()))
+
+
 each_name = pytest.mark.parametrize("name", NAMES)
-each_format = pytest.mark.parametrize("format", FORMATS)
+each_format = pytest.mark.parametrize("format", FORMATS, ids=named)
+each_way = pytest.mark.parametrize("format", [*FORMATS, *WAITING], ids=named)
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +115,10 @@ def test_iterating_yields_keys_values_and_the_window_of_each_layer() -> None:
 def test_what_iterating_yields_makes_a_dynamic_cache_of_the_same_contents() -> None:
     """How caches are gathered from several processes, and the way back to a cache of transformers."""
     config = layered("sliding", "full")
-    ours, theirs = qkv.QKVCache(config, "int8"), DynamicCache(config=config)
+    ours, theirs = qkv.QKVCache(config, "k5v4"), DynamicCache(config=config)
     for layer in range(2):
-        ours.update(*kv(9, seed=layer), layer)
-        theirs.update(*kv(9, seed=layer), layer)
+        ours.update(*kv(209, seed=layer), layer)
+        theirs.update(*kv(209, seed=layer), layer)
     for gathered in (DynamicCache(list(ours)), DynamicCache(list(ours), config=config)):
         assert gathered.is_sliding == theirs.is_sliding == [True, False]
         for layer, (keys, values, _) in enumerate(ours):
@@ -116,11 +128,11 @@ def test_what_iterating_yields_makes_a_dynamic_cache_of_the_same_contents() -> N
 
 
 def test_its_description_names_each_layer_with_formats_and_tokens() -> None:
-    cache = qkv.QKVCache(layered("full", "sliding"), "int8", value_format="fp8_e4m3")
+    cache = qkv.QKVCache(layered("full", "sliding"), "int4_rot", key_format="int8")
     cache.update(*kv(5), 0)
     assert repr(cache) == (
-        "QKVCache(layers=[QKVLayer(key=int8, value=fp8_e4m3, tokens=5), "
-        "QKVSlidingLayer(key=int8, value=fp8_e4m3, tokens=0)])"
+        "QKVCache(layers=[QKVLayer(key=int8, value=int4_rot, tokens=5), "
+        "QKVSlidingLayer(key=int8, value=int4_rot, tokens=0)])"
     )
 
 
@@ -133,17 +145,18 @@ def test_layers_are_of_the_kind_that_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 2, 1], ids=["as many as queries", "groups", "one"])
-@each_format
-def test_any_number_of_kv_heads_is_kept(heads: int, format: str) -> None:
+@each_way
+def test_any_number_of_kv_heads_is_kept(heads: int, format: Any) -> None:
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=heads, hidden_size=64)
     cache = qkv.QKVCache(config, format)
-    for n in (1, 10, 1):
+    for n in (1, 200, 1):
         keys, values = cache.update(*kv(n, heads=heads), 0)
-    assert keys.shape == values.shape == (2, heads, 12, 8)
+    assert keys.shape == values.shape == (2, heads, 202, 8)
+    assert cache.layers[0].store.packed
 
 
-@each_format
-def test_early_initialization_takes_sizes_for_each_layer(format: str) -> None:
+@each_way
+def test_early_initialization_takes_sizes_for_each_layer(format: Any) -> None:
     config = layered("full", "sliding")
     ours, theirs = qkv.QKVCache(config, format), DynamicCache(config=config)
     for cache in (ours, theirs):
@@ -207,9 +220,9 @@ def test_several_tokens_behind_a_full_window_see_it_and_themselves() -> None:
 
 def test_masks_are_as_long_as_what_the_update_then_returns() -> None:
     config = layered("sliding", "full")
-    ours, theirs = qkv.QKVCache(config, "int8"), DynamicCache(config=config)
+    ours, theirs = qkv.QKVCache(config, CHANNELS), DynamicCache(config=config)
     length = 0
-    for n in (2, 1, 1, 5, 1, 9):
+    for n in (2, 1, 1, 5, 1, 9, 1, 30, 1):
         for layer in range(2):
             size = ours.get_mask_sizes(n, layer)
             assert size == theirs.get_mask_sizes(n, layer)
@@ -238,7 +251,7 @@ def test_recording_keeps_the_past_of_a_window_until_the_next_crop() -> None:
 
 
 def test_a_positive_crop_is_refused() -> None:
-    for cache in (qkv.QKVCache(layered("full"), "int8"), DynamicCache(config=layered("full"))):
+    for cache in (qkv.QKVCache(layered("full"), INT8), DynamicCache(config=layered("full"))):
         cache.update(*kv(5), 0)
         with pytest.raises(ValueError, match="negative"):
             cache.crop(2)
@@ -248,7 +261,7 @@ def test_a_positive_crop_is_refused() -> None:
 # ---- the batch -----------------------------------------------------------------------------------------------------
 
 
-@each_format
+@each_way
 @pytest.mark.parametrize(
     ("name", "argument", "rows"),
     [
@@ -260,11 +273,11 @@ def test_a_positive_crop_is_refused() -> None:
     ids=["reorder", "repeat", "select", "select by a mask"],
 )
 def test_a_change_of_the_batch_moves_the_rows_of_every_layer(
-    format: str, name: str, argument: Any, rows: list[int]
+    format: Any, name: str, argument: Any, rows: list[int]
 ) -> None:
     cache = qkv.QKVCache(layered("full", "sliding"), format)
     for layer in range(2):
-        cache.update(*kv(11, batch=4, seed=layer), layer)
+        cache.update(*kv(201, batch=4, seed=layer), layer)
     before = [(keys, values) for keys, values, _ in cache]
     getattr(cache, name)(argument)
     assert cache.batch_size == len(rows)
@@ -273,8 +286,8 @@ def test_a_change_of_the_batch_moves_the_rows_of_every_layer(
         assert torch.equal(values, old_values[rows])
 
 
-@each_format
-def test_a_change_of_the_batch_of_an_empty_cache_is_no_change(format: str) -> None:
+@each_way
+def test_a_change_of_the_batch_of_an_empty_cache_is_no_change(format: Any) -> None:
     cache = qkv.QKVCache(layered("full", "sliding"), format)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(3)
@@ -294,12 +307,12 @@ def test_a_model_returns_the_cache_that_it_was_given(
 ) -> None:
     model = models[name]
     (qkv.enable if fused else qkv.disable)(model)
-    cache = qkv.QKVCache(model.config, "int8")
+    cache = qkv.QKVCache(model.config, CHANNELS)
     with torch.no_grad():
-        for n in (5, 1):
+        for n in (25, 1):
             assert model(prompt(1, n), **as_argument(cache), use_cache=True).past_key_values is cache
-    assert cache.get_seq_length() == 6
-    result = generate(model, prompt(1, 7), qkv.QKVCache(model.config, "int8"), return_dict_in_generate=True)
+    assert cache.get_seq_length() == 26
+    result = generate(model, prompt(1, 7), qkv.QKVCache(model.config, CHANNELS), return_dict_in_generate=True)
     assert isinstance(result.past_key_values, qkv.QKVCache)
     qkv.disable(model)
 
@@ -349,7 +362,7 @@ def test_left_padding_gives_what_dynamic_cache_gives_and_no_padding_gives(
 
 @each_name
 @each_format
-def test_generation_goes_on_with_the_same_cache(name: str, format: str, models: dict[str, PreTrainedModel]) -> None:
+def test_generation_goes_on_with_the_same_cache(name: str, format: Any, models: dict[str, PreTrainedModel]) -> None:
     """Twice a few tokens are as many at once, and the cache then holds all but the last token."""
     model, ids = models[name], prompt(1, WINDOW - 3)
     cache = qkv.QKVCache(model.config, format)
@@ -362,7 +375,7 @@ def test_generation_goes_on_with_the_same_cache(name: str, format: str, models: 
 
 @each_name
 @each_format
-def test_a_cache_is_used_again_after_reset(name: str, format: str, models: dict[str, PreTrainedModel]) -> None:
+def test_a_cache_is_used_again_after_reset(name: str, format: Any, models: dict[str, PreTrainedModel]) -> None:
     model = models[name]
     used = qkv.QKVCache(model.config, format)
     generate(model, prompt(3, 30, seed=5), used)
@@ -374,7 +387,7 @@ def test_a_cache_is_used_again_after_reset(name: str, format: str, models: dict[
 
 @each_name
 @each_format
-def test_copies_of_a_prefix_serve_several_prompts(name: str, format: str, models: dict[str, PreTrainedModel]) -> None:
+def test_copies_of_a_prefix_serve_several_prompts(name: str, format: Any, models: dict[str, PreTrainedModel]) -> None:
     model, prefix = models[name], prompt(1, WINDOW + 9)
     first = qkv.QKVCache(model.config, format)
     with torch.no_grad():
