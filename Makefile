@@ -33,7 +33,7 @@ demo: $(VENV)/stamp-model
 	$(BIN)/qkv compare $(ARGS)
 
 test: $(VENV)/stamp-model $(VENV)/stamp-dev $(VENV)/stamp-gemma
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Each row names the version that Python really imports.
 test-matrix: $(MATRIX:%=$(MATRIX_VENV)/%/stamp)
