@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import qkv
+from qkv.formats import get_format
 
 VOCABULARY = 260
 # English of our own. What Python carries differs between its versions, and near ties of a text lie where they lie.
@@ -145,3 +146,12 @@ def command(capsys: pytest.CaptureFixture[str], keep_threads: None, monkeypatch:
         return SimpleNamespace(status=stop.value.code, out=captured.out, err=captured.err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def plain_int8() -> Iterator[None]:
+    """Lets ``int8`` encode from the first token on, for tests about short texts: its keys are not equalized."""
+    kind = type(get_format("int8"))
+    kind.equalized = False
+    yield
+    kind.equalized = True

@@ -13,6 +13,8 @@ from qkv.named_caches import NamedCache, named_cache
 from qkv_eval import compare
 from qkv_eval.sample import write_samples
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 KEYS = {
     "format",
     "bits_per_value",

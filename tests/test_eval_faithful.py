@@ -13,6 +13,8 @@ import qkv
 from qkv.named_caches import NamedCache, named_cache
 from qkv_eval.faithful import check_cache
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 
 class HidesNothing(DynamicCache):
     """Rounds keys and values, and hands out what it keeps."""

@@ -12,6 +12,8 @@ import qkv
 from qkv.named_caches import named_cache
 from qkv_eval.held import bits_per_value, kv_bytes, tensor_bytes
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 LAYERS, BATCH, HEADS, TOKENS, DIM = 2, 2, 3, 512, 64
 VALUES = 2 * LAYERS * BATCH * HEADS * TOKENS * DIM
 

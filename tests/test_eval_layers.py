@@ -22,6 +22,8 @@ from qkv_eval import layers
 from qkv_eval.layers import LayersSettings, measure_errors
 from qkv_eval.text import cut_windows, embedded_text
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 KEYS = {"format", "layer", "head", "key_error", "value_error", "score_error", "output_error", "kld_alone"}
 ERRORS = ("key_error", "value_error", "score_error", "output_error")
 

@@ -29,6 +29,8 @@ from qkv_eval import lm_compare, lm_tasks
 from qkv_eval.cli_lm import lm as lm_command
 from qkv_eval.lm import QKVLM, _batches, _Request
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 KEYS = {"format", "task", "metric", "value", "stderr", "baseline", "drift", "answers_changed", "n"}
 

@@ -15,6 +15,8 @@ from qkv_eval.perplexity import NOISE_FLOOR
 from qkv_eval.ppl import PplSettings, run
 from qkv_eval.text import Text, cut_windows, load_dataset_text
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 KEYS = {
     "format",
     "scoring",

@@ -19,6 +19,8 @@ from qkv_eval.divergence import token_losses
 from qkv_eval.recall import RecallSettings, make_groups
 from qkv_eval.text import Text, embedded_text, load_text
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 KEYS = {"task", "format", "context", "depth", "n", "exact_match", "loss", "baseline", "drift", "loss_drift", "scoring"}
 SHORT = Text("short", embedded_text().content[:20_000])
 SMALL = RecallSettings(("none", "int8"), context=(400,), depths=(0.2, 0.8), n=3, keys=4, batch=2)

@@ -14,6 +14,8 @@ from qkv_eval.divergence import compare_predictions, token_losses
 from qkv_eval.perplexity import NOISE_FLOOR, PROMPT_TOKENS, Scores, by_position, score_caches, summarize
 from qkv_eval.text import cut_windows, embedded_text
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 
 def random_windows(count: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(seed))

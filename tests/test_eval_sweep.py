@@ -23,6 +23,8 @@ import yaml
 from qkv_eval import sweep
 from qkv_eval.sweep import Evaluation, ResultsFile
 
+pytestmark = pytest.mark.usefixtures("plain_int8")
+
 ROOT = Path(__file__).resolve().parent.parent
 SETUP = {"version": "1", "torch": "2", "transformers": "5", "python": "3.11", "processor": "a", "threads": 1}
 

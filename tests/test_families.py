@@ -93,20 +93,17 @@ def test_keys_per_channel_and_rotated_values_are_seen_alike_fused_and_decoded(
     assert served == ({"decoded"} if name in DECODED else {"reference"})
 
 
+WINDOWED = ["Mistral", "Gemma 2", "Gemma 4", "Cohere 2", "Llama 4", "Falcon-H1", "Inkling"]
+EVERYWHERE = [{**INT8, "sink_tokens": 3, "residual_length": 2}, {"format": "int8"}, {**CHANNELS, "sink_tokens": 3}]
+IN_TWO = [INT8, {**INT8, "residual_length": 5}, {**INT8, "granularity": "head"}, {**CHANNELS, "residual_length": 2}]
+
+
 @pytest.mark.parametrize(
-    "way",
-    [
-        INT8,
-        {**INT8, "residual_length": 5},
-        {**INT8, "sink_tokens": 3, "residual_length": 2},
-        {**INT8, "granularity": "head"},
-        {"format": "int8"},
-        CHANNELS,
-        {**CHANNELS, "sink_tokens": 3, "residual_length": 2},
-    ],
+    ("name", "way"),
+    [(name, way) for name in WINDOWED for way in EVERYWHERE]
+    + [(name, way) for name in ("Cohere 2", "Llama 4") for way in IN_TWO],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 4", "Cohere 2", "Llama 4", "Falcon-H1", "Inkling"])
 def test_windows_store_and_show_the_same_in_one_pass_pieces_and_steps(name: str, way: dict[str, Any]) -> None:
     """Case 7, in double precision, where rounding decides nothing."""
     model = qkv.enable(FAMILIES[name]().double())
