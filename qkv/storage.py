@@ -536,9 +536,7 @@ class LayerStore:
             self._fill(keys[:, :, span], values[:, :, span], key_scale, value_scale, position + done)
             done += run
 
-    def _magnitude(
-        self, scale: HeadScale, x: torch.Tensor, transform: Transform | None, position: int
-    ) -> torch.Tensor:
+    def _magnitude(self, scale: HeadScale, x: torch.Tensor, transform: Transform | None, position: int) -> torch.Tensor:
         """The largest magnitude of the tokens encoded together, for each of them: ``[batch, heads, tokens]``."""
         magnitude = scale.format.magnitude(x if transform is None else transform.forward(x))
         if self.group == 1:

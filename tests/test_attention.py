@@ -11,8 +11,8 @@ How much a result may be off, unless a test says otherwise, as root mean square 
   with a zero point do not lie around zero, and meet that rounding three times as large: three times as much.
 * In bfloat16 and float16 the rounding of the output comes on top, which nobody can avoid.
 
-On hard data, made to break it, a tenth of the error of quantization, whatever the bits; and a quarter where quantization
-leaves less than half of what attention says, so that its error cannot grow any more, or where one channel is huge in
+On hard data, made to break it, a tenth of the error of quantization, whatever the bits. A quarter where quantization
+leaves less than half of what attention says, so that its error cannot grow any more; and where one channel is huge in
 queries and keys both, and keys have a scale per channel: it takes the bits of the others.
 """
 

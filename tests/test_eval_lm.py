@@ -47,7 +47,9 @@ REQUESTS = [
     for continuation in continuations
 ]
 # Every format, and set-ups in which a token of padding could change what others are stored as.
-SETUPS: dict[str, dict[str, Any]] = {name: {"format": name} for name in qkv.formats()} | {
+# mxfp4 has blocks of 32 channels, and the tiny model heads of 16; rotated keys are exact in texts as short as these.
+LATE = {"mxfp4", *(f"int{bits}_rot" for bits in range(2, 7))}
+SETUPS: dict[str, dict[str, Any]] = {name: {"format": name} for name in qkv.formats() if name not in LATE} | {
     "window": {"format": "fp8_e5m2", "residual_length": 5, "sink_tokens": 3},
     "head": {"format": "fp8_e5m2", "granularity": "head"},
 }

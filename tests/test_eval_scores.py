@@ -75,7 +75,8 @@ def test_coarser_formats_drift_more(tiny_model: PreTrainedModel) -> None:
 
 
 SETUPS: list[dict[str, object]] = [
-    *({"format": name} for name in qkv.formats() if name != "none"),
+    # mxfp4 has blocks of 32 channels, and the tiny model heads of 16.
+    *({"format": name} for name in qkv.formats() if name not in ("none", "mxfp4")),
     {"format": "int8", "granularity": "head"},
     {"format": "int8", "sink_tokens": 4},
     {"format": "int8", "residual_length": 32},
