@@ -166,6 +166,60 @@ def test_exact_prefill_stores_the_same_codes_as_stored_prefill(
     assert any(segment.length for segment in caches[1].layers[0].store.packed)
 
 
+# ---- what is stored stays as it is -----------------------------------------------------------------------------------
+
+
+def tokens(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = torch.randn(2, 2, 1, n, 16, generator=torch.Generator().manual_seed(seed))
+    return keys, values
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_later_tokens_that_are_larger_do_not_saturate(way: dict[str, Any]) -> None:
+    """Case 2: neither scales nor the vectors for equalizing are bounds, whenever they were taken."""
+    cache = qkv.QKVCache(None, **way)
+    cache.update(*tokens(150), 0)
+    late = [100 * x for x in tokens(192, seed=1)]
+    cache.update(*late, 0)
+    store = cache.layers[0].store
+    formats = (store.key_format, store.value_format)
+    for stored, given, format in zip(cache.view(0).decode(), late, formats, strict=True):
+        error = (stored[:, :, 150:] - given).square().mean().sqrt() / given.square().mean().sqrt()
+        bits = 24 if format is None else 5 if format.name.startswith("fp8") else format.bits
+        assert float(error) < 4 * 2.0**-bits
+
+
+@pytest.mark.parametrize("residual", [1, 20, 70])
+@pytest.mark.parametrize("way", [{"format": "int8"}, {"format": "int6", "granularity": "group"}, CHANNELS], ids=str)
+def test_the_last_tokens_of_a_residual_window_are_always_exact(way: dict[str, Any], residual: int) -> None:
+    """Case 4: also when a group of tokens is full, of which all but them are encoded."""
+    cache = qkv.QKVCache(None, **way, residual_length=residual)
+    given, at = tokens(260), 0
+    for n in (50, *[1] * 100, 60, *[1] * 50):
+        cache.update(*(x[:, :, at : at + n] for x in given), 0)
+        at += n
+        for stored, x in zip(cache.view(0).decode(), given, strict=True):
+            span = slice(max(0, at - residual), at)
+            assert torch.equal(stored[:, :, span], x[:, :, span])
+    assert cache.layers[0].store.packed
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_token_changes_once_and_never_again(way: dict[str, Any]) -> None:
+    """Case 5: what was encoded is not encoded anew, whatever comes behind it."""
+    cache = qkv.QKVCache(None, **way)
+    given, at = tokens(300), 0
+    before = [x[:, :, :0] for x in given]
+    for n in (30, *[1] * 110, 40, *[1] * 70, 50):
+        cache.update(*(x[:, :, at : at + n] for x in given), 0)
+        now = cache.view(0).decode()
+        for stored, old, x in zip(now, before, given, strict=True):
+            held = stored[:, :, :at]
+            assert bool(((held == old) | (old == x[:, :, :at])).all())
+        before, at = list(now), at + n
+    assert all(bool((x != y).any()) for x, y in zip(before, given, strict=True)) or way["format"] == "none"
+
+
 # ---- keys with huge channels -----------------------------------------------------------------------------------------
 
 
