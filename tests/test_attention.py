@@ -258,10 +258,9 @@ def assert_all_close(data: Data, view: KVView, **how: Any) -> None:
 
 @each_setup
 def test_backends_equal_the_oracle_for_every_format_and_shape(name: str) -> None:
+    """Two thirds of the shapes for each, others for its neighbours."""
     for seed, shape in enumerate(SHAPES):
-        if shape.q_len > 100 and "equalized" not in name:
-            continue  # the oracle takes its time
-        if fits(SETUPS[name], shape.key_dim, shape.value_dim):
+        if (seed + list(SETUPS).index(name)) % 3 and fits(SETUPS[name], shape.key_dim, shape.value_dim):
             data = random_data(shape, seed=seed)
             assert_all_close(data, view_of(data, config_of(name)))
 
@@ -984,6 +983,31 @@ def test_a_pass_of_more_queries_than_a_piece_equals_single_steps(way: str) -> No
     out = attention(data.query, pass_over(WAYS[way], data, 0, n))
     wanted, unquantized = one_by_one(WAYS[way], data, 0, n)
     assert rms(f64(out) - wanted) <= rms(wanted - unquantized) / 20
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+def test_of_a_long_prompt_no_more_than_the_warm_up_is_kept_exact_beside_its_codes(sink: int) -> None:
+    """Case 14: the queries behind it see what is stored, and need no copies."""
+    data = random_data(Shape(1, 1, 1, 1, 900, 32, 32))
+    store = LayerStore(CacheConfig("int8", sink_tokens=sink))
+    late = store.append(data.keys[:, :, :600], data.values[:, :, :600])
+    assert late is not None
+    assert (late.first, late.segment.length) == (sink, 128)
+    assert store.append(data.keys[:, :, 600:], data.values[:, :, 600:]) is None
+
+
+@pytest.mark.parametrize("way", ["equalized", "residual", "channel residual sinks"])
+@pytest.mark.parametrize(("before", "n"), [(0, 150), (125, 8), (100, 60)], ids=str)
+def test_a_pass_in_which_tokens_see_later_ones_is_the_same_with_every_backend(way: str, before: int, n: int) -> None:
+    """As the tokens of an image do, which see each other in both directions."""
+    data = random_data(Shape(1, 1, 2, n, before + n, 32, 32))
+    view = pass_over(WAYS[way], data, before, n)
+    mask = torch.ones(1, 1, n, before + n, dtype=torch.bool).tril(before)
+    mask[..., before : before + 6] = True
+    wanted = run("reference", data.query, view, mask=mask)
+    for backend in BACKENDS:
+        if backend not in INSTRUCTION_SETS or n <= MAX_QUERIES:
+            torch.testing.assert_close(run(backend, data.query, view, mask=mask), wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("before", "n"), [(0, 8), (0, 70), (30, 8), (70, 4), (50, 40), (120, 40)], ids=str)
