@@ -256,8 +256,9 @@ def test_unquantized_it_is_dynamic_cache(model: PreTrainedModel) -> None:
     if not is_fused(model):
         assert torch.equal(found, expected)
     else:
-        # Sums in another order. 8-bit weights round activations to 8 bits, which makes much of little.
-        rounds = model.dtype == torch.bfloat16 or kind_of_weights(model) == "Linear8bitLt"
+        # Sums in another order. 8-bit weights round activations to 8 bits, and 4-bit weights on processors with AVX-512
+        # to bfloat16 whatever the model's type (a millionth more changes nothing), which makes much of little.
+        rounds = model.dtype == torch.bfloat16 or kind_of_weights(model) in ("Linear8bitLt", "Linear4bit")
         assert (found - expected).norm() <= (2e-2 if rounds else 1e-5) * expected.norm()
     expected_ids = generated(model, DynamicCache(config=model.config))
     found_ids = generated(model, qkv.QKVCache(model.config, "none"))

@@ -255,8 +255,13 @@ def test_duckdb_reads_the_results(place: Workplace) -> None:
 
 
 def test_timings_of_a_real_model_through_the_command(
-    place: Workplace, tiny_folder: Path, capsys: pytest.CaptureFixture[str], keep_threads: None
+    place: Workplace,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    keep_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # the path of the model takes most of a line
     decode = {"name": "decode", "context": [8, 16], "rounds": 2, "warmup": 0}
     path = place.write(models=[str(tiny_folder)], caches=["int8"], evaluations=[decode])
     done = run_command(capsys, path, "--json", place.folder / "all.json", "--threads", 1)
