@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, layer_like
+from qkv.rotary import rotary_of
 from qkv.scales import KINDS, Scales, load_scales
 from qkv.view import KVView
 
@@ -144,6 +145,7 @@ class QKVCache(DynamicCache):
             "key_centre": self._scales.get(f"layers.{index}.key_centre"),
             "key_multiplier": self._scales.get(f"layers.{index}.key_multiplier"),
             "capacity": self.max_cache_len,
+            "rotary": rotary_of(self._model_config, index),
         }
         layer = QKVLayer(**arguments) if plain is None else layer_like(plain, **arguments)
         if isinstance(layer, QKVLayer):
@@ -197,9 +199,7 @@ class QKVCache(DynamicCache):
 
     def nbytes(self) -> int:
         """Bytes allocated: codes, scales, sinks, residual window, spare room, and the layers that qkv leaves alone."""
-        return sum(
-            layer.store.nbytes() if isinstance(layer, QKVLayer) else _other_nbytes(layer) for layer in self.layers
-        )
+        return sum(_nbytes(layer) for layer in self.layers)
 
     def stats(self) -> dict[str, Any]:
         """What is stored, and what served.
@@ -218,7 +218,7 @@ class QKVCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, QKVLayer):
                 row = {"layer": index, "key_format": "none", "value_format": "none", "granularity": None}
-                row |= {"tokens": _length(layer), "bytes": _other_nbytes(layer), "backend": "untouched"}
+                row |= {"tokens": _length(layer), "bytes": _nbytes(layer), "backend": "untouched"}
                 rows.append(row)
                 continue
             store = layer.store
@@ -268,8 +268,12 @@ def _checked_length(max_cache_len: int | None, config: Any) -> int | None:
     return max_cache_len
 
 
-def _other_nbytes(layer: Any) -> int:
-    return sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
+def _nbytes(layer: Any) -> int:
+    """Bytes that a layer of any kind holds. The states of linear attention lie in dictionaries."""
+    states = [x for held in vars(layer).values() if isinstance(held, dict) for x in held.values()]
+    others = [] if isinstance(layer, QKVLayer) else vars(layer).values()
+    own: int = layer.store.nbytes() if isinstance(layer, QKVLayer) else 0
+    return own + sum(x.nbytes for x in (*states, *others) if isinstance(x, torch.Tensor))
 
 
 def _length(layer: Any) -> int:

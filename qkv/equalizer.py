@@ -13,9 +13,17 @@ head. Up to ``OUTLIER`` times the median it is divided by a power of that ratio:
 channels become more alike but those that matter keep the finer step; 0 (not divided) where a rotation and scales per
 channel do that already. What is beyond is divided in full: however large an outlier is, it ends up where a channel of
 ``OUTLIER`` times the median does.
+
+Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021, https://arxiv.org/abs/2104.09864).
+Where a bias makes a pair large, what the first tokens show of it is an arc, and later tokens lie further along the
+circle. So a pair that is more than ``LARGE`` median distances from zero counts with what it can reach: as far as it will
+have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair that stands
+still keeps the fine step that its centre allows.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -24,27 +32,64 @@ OUTLIER = 2.0
 # A channel that hardly moves is not blown up beyond this part of the median one.
 LEAST_PART = 2.0**-8
 
+# Of pairs that are turned: see above. What chance may move the means of two quarters by does not count as speed.
+LARGE = 8.0
+HORIZON = 16.0
+CHANCE = 2.0
+LEAST_QUARTER = 8
 
-def equalizing_vectors(keys: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centre and multiplier, float32 ``[heads, dim]`` each, from keys ``[batch, heads, tokens, dim]``."""
+# The first and the second channels of pairs that are turned together, int64 ``[pairs]`` each.
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def equalizing_vectors(
+    keys: torch.Tensor, power: float, pairs: Pairs | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centre and multiplier, float32 ``[heads, dim]`` each, from keys ``[batch, heads, tokens, dim]``.
+
+    Args:
+        keys: of consecutive tokens.
+        power: see above; 0 .. 1.
+        pairs: channels that positions turn together; None: there are none, or it is not known.
+    """
     wide = keys.double().contiguous()  # so that neither depends on strides
     finite = wide.isfinite()
     count = finite.sum(dim=(0, 2)).clamp(min=1)
     centre = (wide.where(finite, 0.0).sum(dim=(0, 2)) / count).float()
-    distance = (wide - centre.double().unsqueeze(1)).abs().where(finite, 0.0).amax(dim=(0, 2))
-    return centre, multiplier_of(distance, power)
+    wide = wide.where(finite, centre.double().unsqueeze(1))
+    distance = (wide - centre.double().unsqueeze(1)).abs().amax(dim=(0, 2))
+    median = _median(distance)
+    ratio = torch.where(median > 0, distance / median, 1.0).clamp(min=LEAST_PART)
+    far = ratio
+    if pairs is not None and wide.shape[2] // 4 >= LEAST_QUARTER:
+        reach, radius = _reach(wide, centre.double(), pairs)
+        for channels in pairs:
+            large = (radius > LARGE * median) & (median > 0)
+            reached = torch.where(large, reach / median, 0.0)
+            far = far.index_copy(-1, channels, torch.maximum(far[..., channels], reached))
+    multiplier = ratio.clamp(max=OUTLIER) ** power * (far / OUTLIER).clamp(min=1.0)
+    return centre, multiplier.float()
 
 
-def multiplier_of(distance: torch.Tensor, power: float) -> torch.Tensor:
-    """What channels are divided by, float32 ``[heads, dim]``.
-
-    Args:
-        distance: the largest distance of each channel from its centre, ``[heads, dim]``.
-        power: see above; 0 .. 1.
-    """
-    wide = distance.double()
-    median = wide.median(dim=-1, keepdim=True).values
+def _median(distance: torch.Tensor) -> torch.Tensor:
+    """The distance of the median channel, ``[heads, 1]``."""
+    median = distance.median(dim=-1, keepdim=True).values
     # More than half of the channels may be still: then the largest one is what others are measured by.
-    median = torch.where(median > 0, median, wide.amax(dim=-1, keepdim=True))
-    ratio = torch.where(median > 0, wide / median, 1.0).clamp(min=LEAST_PART)
-    return (ratio.clamp(max=OUTLIER) ** power * (ratio / OUTLIER).clamp(min=1.0)).float()
+    return torch.where(median > 0, median, distance.amax(dim=-1, keepdim=True))
+
+
+def _reach(keys: torch.Tensor, centre: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far from their centre pairs can come, and how far they are from zero: ``[heads, pairs]`` each."""
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return (x[..., pairs[0]].square() + x[..., pairs[1]].square()).sqrt()
+
+    radius = norm(keys).amax(dim=(0, 2))
+    quarter = keys.shape[2] // 4
+    moved = norm(keys[:, :, -quarter:].mean(dim=2) - keys[:, :, :quarter].mean(dim=2))
+    chance = norm(keys.std(dim=2)) * math.sqrt(2 / quarter)
+    # The quarters' middles are three quarters of the tokens apart.
+    speed = (moved - CHANCE * chance).clamp(min=0.0).amax(dim=0) * (4 / 3)
+    furthest = torch.minimum(speed * HORIZON, radius + norm(centre))
+    shown = norm(keys - centre.unsqueeze(1)).amax(dim=(0, 2))
+    return torch.maximum(shown, furthest), radius

@@ -22,6 +22,7 @@ from qkv.attention import attention
 from qkv.config import CacheConfig
 from qkv.lazy import PackedTensor
 from qkv.native import SlowPathWarning
+from qkv.rotary import Rotary
 from qkv.storage import LayerStore
 from qkv.view import KVView
 
@@ -38,6 +39,7 @@ class QKVLayer(CacheLayerMixin):
         key_scale, value_scale: given static scales, float32 ``[kv_heads]``, or None.
         key_centre, key_multiplier: given equalizing vectors, float32 ``[kv_heads, key_dim]``, or None.
         capacity: tokens that may come at most, for a static layout that ``torch.compile`` sees through; None: no limit.
+        rotary: which channels of keys positions turn together, or None.
     """
 
     is_sliding = False
@@ -52,8 +54,10 @@ class QKVLayer(CacheLayerMixin):
         capacity: int | None = None,
         key_centre: torch.Tensor | None = None,
         key_multiplier: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ):
-        self.store = LayerStore(config, key_scale, value_scale, self.is_sliding, capacity, key_centre, key_multiplier)
+        vectors = (key_centre, key_multiplier)
+        self.store = LayerStore(config, key_scale, value_scale, self.is_sliding, capacity, *vectors, rotary)
         self.capacity = capacity
         self.is_compileable = capacity is not None
         self.handle = graph.new_handle(self) if capacity is not None else None

@@ -41,6 +41,7 @@ from qkv.formats import get_format
 from qkv.formats.base import Format
 from qkv.head_scale import WARM_UP_TOKENS, HeadScale
 from qkv.planes import Plane, Scaling, Segment
+from qkv.rotary import Rotary
 from qkv.transform import Transform, rotation_signs
 
 SEGMENT_TOKENS = 256
@@ -125,6 +126,7 @@ class LayerStore:
         key_centre, key_multiplier: given equalizing vectors, float32 ``[kv_heads, key_dim]``, see equalizer.py.
         window: whether tokens are going to leave in front (:meth:`drop_before`); segments are smaller then.
         capacity: tokens that may come at most, for a static layout; None: no limit, memory is taken as it is needed.
+        rotary: which channels of keys positions turn together, see equalizer.py; None: not known.
 
     Attributes:
         length: tokens that have come; the position behind the last one.
@@ -143,8 +145,10 @@ class LayerStore:
         capacity: int | None = None,
         key_centre: torch.Tensor | None = None,
         key_multiplier: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ):
         self.config = config
+        self._rotary = rotary
         self.capacity = capacity
         self._window = window
         self.key_format = get_format(config.key_format or config.format)
@@ -549,8 +553,13 @@ class LayerStore:
         """Takes the vectors for equalizing keys from the first tokens."""
         if self._equalizes and self._vectors == (None, None):
             assert self.key_format is not None
+            if keys.is_meta:  # a plan: their size is all that counts
+                vector = keys.new_empty(keys.shape[1], keys.shape[3], dtype=torch.float32)
+                self._set_transforms(vector, vector)
+                return
             first = self._first_tokens(keys, 0, EQUALIZER_TOKENS)
-            self._set_transforms(*equalizing_vectors(first, self.key_format.equalizing_power))
+            pairs = None if self._rotary is None else self._rotary.pairs(first.shape[3], first.device)
+            self._set_transforms(*equalizing_vectors(first, self.key_format.equalizing_power, pairs))
 
     def _fix_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes scales from the first tokens."""
@@ -596,7 +605,9 @@ class LayerStore:
     def _same_scales(self, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None) -> bool:
         last = self.packed[-1]
         for plane, scale in ((last.key, key_scale), (last.value, value_scale)):
-            if scale is not None and not torch.equal(plane.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0)):  # type: ignore[union-attr]
+            if scale is None or scale.is_meta:  # a plan: scales do not grow
+                continue
+            if not torch.equal(plane.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0)):  # type: ignore[union-attr]
                 return False
         return True
 

@@ -243,7 +243,22 @@ def hadamard(x: np.ndarray) -> np.ndarray:
         return x * np.float32(rotation_block(dim) ** -0.5)
 
 
-def equalizing_vectors(keys: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
+def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tuple[float, float]:
+    """How far from its centre a turning pair of channels ``[batch, tokens]`` can come, and how far it is from zero."""
+    radius = max(math.hypot(a, b) for a, b in zip(x.flat, y.flat, strict=True))
+    shown = max(math.hypot(a - centre[0], b - centre[1]) for a, b in zip(x.flat, y.flat, strict=True))
+    quarter = x.shape[1] // 4
+    fastest = 0.0
+    for a, b in zip(x, y, strict=True):
+        step = [math.fsum(z[-quarter:]) / quarter - math.fsum(z[:quarter]) / quarter for z in (a, b)]
+        chance = math.hypot(np.std(a, ddof=1), np.std(b, ddof=1)) * math.sqrt(2 / quarter)
+        fastest = max(fastest, (math.hypot(*step) - 2.0 * chance) / 0.75)
+    return max(shown, min(16 * fastest, radius + math.hypot(*centre))), radius
+
+
+def equalizing_vectors(
+    keys: np.ndarray, power: float, pairs: list[tuple[int, int]] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Centre and multiplier, float32 ``[heads, dim]``, of keys ``[batch, heads, tokens, dim]``; see equalizer.py."""
     heads, dim = keys.shape[1], keys.shape[3]
     centre, multiplier = np.zeros((2, heads, dim), dtype=np.float32)
@@ -255,12 +270,17 @@ def equalizing_vectors(keys: np.ndarray, power: float) -> tuple[np.ndarray, np.n
             centre[h, d] = math.fsum(x) / max(len(x), 1)
             distances.append(max((abs(v - float(centre[h, d])) for v in x), default=0.0))
         usual = sorted(distances)[(dim - 1) // 2] or max(distances)
+        reached = [0.0] * dim
+        for a, b in pairs or []:
+            centres = float(centre[h, a]), float(centre[h, b])
+            x, y = (np.where(np.isfinite(keys[:, h, :, c]), keys[:, h, :, c], centre[h, c]) for c in (a, b))
+            reach, radius = pair_reach(x, y, centres)
+            if radius > 8 * usual:
+                reached[a] = reached[b] = reach
         for d in range(dim):
             ratio = max(distances[d] / usual, EQUALIZER_LEAST) if usual else 1.0
-            if ratio > EQUALIZER_OUTLIER:
-                multiplier[h, d] = EQUALIZER_OUTLIER**power * (ratio / EQUALIZER_OUTLIER)
-            else:
-                multiplier[h, d] = ratio**power
+            far = max(ratio, reached[d] / usual) if usual else ratio
+            multiplier[h, d] = min(ratio, EQUALIZER_OUTLIER) ** power * max(far / EQUALIZER_OUTLIER, 1.0)
     return centre, multiplier
 
 

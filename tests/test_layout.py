@@ -21,13 +21,13 @@ PACKAGES = {"qkv": ROOT / "qkv", "qkv_eval": ROOT / "eval"}
 # A module imports only from groups above its own, or from its own.
 ORDER = (
     ("qkv.presets", "qkv.config", "qkv.native"),
-    ("qkv.formats", "qkv.transform", "qkv.equalizer"),
+    ("qkv.formats", "qkv.transform", "qkv.rotary", "qkv.equalizer"),
     ("qkv.planes", "qkv.head_scale", "qkv.storage", "qkv.scales", "qkv.view"),
     ("qkv.attention", "qkv.lazy", "qkv.graph"),
     ("qkv.layers", "qkv.cache"),
     ("qkv.hf",),
     ("qkv",),
-    ("qkv.models", "qkv.named_caches"),
+    ("qkv.models", "qkv.named_caches", "qkv.shapes", "qkv.plan"),
     ("qkv.cli",),
     ("qkv_eval",),
 )
@@ -37,6 +37,7 @@ WITHOUT_TRANSFORMERS = (
     "qkv.native",
     "qkv.formats",
     "qkv.transform",
+    "qkv.rotary",
     "qkv.equalizer",
     "qkv.planes",
     "qkv.head_scale",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 from typing import Any
 
+import pytest
 import torch
 from conftest import PROSE
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import qkv
 from qkv.named_caches import as_argument
@@ -89,8 +91,28 @@ def with_outlier_channels(model: PreTrainedModel, factor: float) -> PreTrainedMo
     return changed
 
 
+def with_key_bias(bias: float, pairs: Sequence[int], theta: float) -> PreTrainedModel:
+    """A tiny Qwen2 with a large ``k_proj`` bias in some rotary pairs, and random weights.
+
+    Queries are small where keys are large, or nothing but the bias would decide what is attended to.
+    """
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen2Config(**sizes, **heads, rope_parameters=rope, initializer_range=0.08, max_position_embeddings=4096)
+    model = Qwen2ForCausalLM(config).eval()
+    for layer in model.model.layers:
+        bias_of_heads = layer.self_attn.k_proj.bias.data.zero_().view(2, 64)
+        weight = layer.self_attn.q_proj.weight.data.view(4, 64, -1)
+        for pair in pairs:
+            bias_of_heads[:, pair] = bias * (1 + torch.rand(2)) / 1.5
+            weight[:, [pair, pair + 32]] *= min(1.0, 3.0 / max(bias, 1.0))
+    return model
+
+
 @torch.no_grad()
-def drift(model: PreTrainedModel, ids: torch.Tensor, what: str | qkv.CacheConfig) -> float:
+def drift(model: PreTrainedModel, ids: torch.Tensor, what: str | qkv.CacheConfig, mean: bool = False) -> float:
     """KL divergence, nats, of the median prediction through a cache from the model's own: the mean hangs on a few."""
     qkv.disable(model)
     base = model(ids, **as_argument(DynamicCache(config=model.config))).logits[0].log_softmax(-1)
@@ -99,7 +121,8 @@ def drift(model: PreTrainedModel, ids: torch.Tensor, what: str | qkv.CacheConfig
     quantized = model(ids, **as_argument(cache)).logits[0].log_softmax(-1)
     # What is not yet stored in codes cannot drift.
     first = cache.layers[0].store.warm
-    return float((base.exp() * (base - quantized)).sum(-1)[first:].median())
+    divergence = (base.exp() * (base - quantized)).sum(-1)[first:]
+    return float(divergence.mean() if mean else divergence.median())
 
 
 def test_keys_with_huge_channels_cost_equalized_formats_next_to_nothing(smollm2: Any) -> None:
@@ -113,6 +136,22 @@ def test_keys_with_huge_channels_cost_equalized_formats_next_to_nothing(smollm2:
         untouched = drift(model, ids, name)
         assert untouched > 1e-5, "nothing was quantized"
         assert drift(huge, ids, name) < 1.5 * untouched, name
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("pairs", [(27, 28, 29, 30), (3, 12, 20, 30)], ids=["slow", "mixed"])
+def test_a_real_bias_of_keys_costs_the_recommended_formats_next_to_nothing(
+    pairs: tuple[int, ...], theta: float
+) -> None:
+    """Case 1. What positions turn by much within a context can be kept by scales per channel only."""
+    ids = torch.randint(0, 512, (1, 1024), generator=torch.Generator().manual_seed(1))
+    untouched, biased = (with_key_bias(bias, pairs, theta) for bias in (0.0, 100.0))
+    for name, bound in (("int8", 2.5 if (len(pairs), pairs[0], theta) == (4, 3, 1e4) else 1.5), ("k4v4", 1.5)):
+        usual = drift(untouched, ids, name, mean=True)
+        assert usual > 1e-5, "nothing was quantized"
+        assert drift(biased, ids, name, mean=True) < bound * usual, name
+    channels = qkv.CacheConfig("int8", key_granularity="channel")
+    assert drift(biased, ids, channels, mean=True) < 1.5 * drift(untouched, ids, channels, mean=True)
 
 
 def test_fewer_bits_move_the_predictions_as_little_as_measured(smollm2: Any) -> None:
