@@ -84,7 +84,7 @@ class HeadScale:
     def effective(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The scales for one token of that ``magnitude [batch, heads]``; grows :attr:`current` where it must."""
         assert self.current is not None
-        if not self.given:
+        if not self.given and not magnitude.is_meta:  # a plan, which knows no numbers, takes it that scales suffice
             exceeds = magnitude > self.current * self.format.largest  # False for NaN
             if bool(exceeds.any()):
                 self.current = torch.where(exceeds, self._needed(magnitude), self.current)
@@ -93,6 +93,8 @@ class HeadScale:
     def run_length(self, magnitude: torch.Tensor) -> int:
         """How many of the tokens of ``magnitude [batch, heads, tokens]`` share the scales of the first."""
         assert self.current is not None
+        if magnitude.is_meta:
+            return magnitude.shape[-1]
         changes = magnitude.isnan() != magnitude[:, :, :1].isnan()
         if not self.given:
             changes = changes | (magnitude > (self.current * self.format.largest).unsqueeze(-1))

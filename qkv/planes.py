@@ -121,7 +121,8 @@ class Plane:
             self.codes = torch.empty(batch, heads, capacity, self.dim, dtype=like.dtype, device=like.device)
             return
         self.scaling = scaling = scaling or Scaling("token")
-        self.layout = layout_for(like.device, is_key, format.bits)
+        # On torch's meta device sizes are planned: those that the CPU is going to need.
+        self.layout = layout_for(torch.device("cpu") if like.is_meta else like.device, is_key, format.bits)
         self.codes = self.layout.empty(batch, heads, capacity, self.dim, like.device)
         if scaling.granularity == "head":
             return
@@ -147,7 +148,7 @@ class Plane:
         With a scale per channel they end where a group does; the first group may have begun before them, with places
         that hold nothing.
         """
-        if rows.shape[2] == 0:
+        if rows.shape[2] == 0 or rows.is_meta:  # a plan: there is room and no number
             return
         lib = native.library() if rows.device.type == "cpu" else None
         if lib is not None and rows.dtype in native.FLOAT_IDS and self._native_encodes():

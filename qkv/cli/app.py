@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from qkv.cli.generate import generate
+from qkv.cli.plan import plan
 
 COMMANDS = "qkv.commands"
 
@@ -31,6 +32,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_common)
     app.command("generate")(generate)
+    app.command("plan")(plan)
     for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):
         try:
             command = point.load()

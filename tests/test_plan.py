@@ -1,0 +1,465 @@
+"""Plans: sizes known from a configuration are those that caches have in the end, to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Command
+from families import FAMILIES, logits, make_cache
+from setups import SETUPS
+from transformers import EncoderDecoderCache, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+import qkv
+from qkv.named_caches import as_argument
+from qkv.plan import CachePlan, Call, ModelShape, largest, load_config, meta_model, parse_bytes, plan_row
+from qkv.shapes import SHAPES
+
+pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
+
+HEADS, DIM, ROWS = 2, 32, 2
+INT8 = {"format": "int8", "equalize": False}
+CHANNELS = {"format": "int4_rot", "key_format": "int4", "key_granularity": "channel", "key_group_size": 16}
+# What decides how memory is taken, beside the formats.
+WAYS: dict[str, dict[str, Any]] = {
+    "sinks": {**INT8, "sink_tokens": 5},
+    "a long residual window": {**INT8, "residual_length": 70, "sink_tokens": 3},
+    "a residual window and groups": {**CHANNELS, "residual_length": 7, "sink_tokens": 3},
+    "groups of other sizes": {
+        **CHANNELS,
+        "key_group_size": 64,
+        "value_granularity": "channel",
+        "value_group_size": 128,
+    },
+    "scales per head": {**INT8, "granularity": "head", "sink_tokens": 2},
+    "scales per head and groups": {"format": "fp8_e4m3", "key_granularity": "channel", "value_granularity": "head"},
+    "groups of channels": {"format": "nf4", "granularity": "group", "group_size": 16},
+    "exact prompts": {"format": "k5v4", "prefill": "exact"},
+    "unlike layers": {"format": "int8", "layers": {0: {"format": "none"}, 1: {"sink_tokens": 9, "format": "int4"}}},
+}
+EVERY = {**SETUPS, **{name: {"format": name} for name in qkv.presets()}, **WAYS}
+
+
+def bounded(tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows ``[ROWS, HEADS, tokens, dim]`` that repeat after 64 tokens: no later one exceeds the first of them."""
+    x = torch.randn(ROWS, HEADS, 64, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return x.repeat(1, 1, -(-tokens // 64), 1)[:, :, :tokens]
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 50}
+    if kind == "full":
+        config = LlamaConfig(**sizes)
+    else:
+        config = Gemma3TextConfig(
+            **sizes, layer_types=["sliding_attention", "full_attention"], sliding_window=150, pad_token_id=0
+        )
+    config._attn_implementation = "qkv"  # what is stored is handed out packed, so nothing is decoded here
+    return config
+
+
+@pytest.fixture(scope="module", params=["full", "sliding and full"])
+def small(request: pytest.FixtureRequest) -> ModelShape:
+    return ModelShape.of(small_config(request.param), "float32")
+
+
+def filled(shape: ModelShape, tokens: int, steps: int = 0, **options: Any) -> qkv.QKVCache:
+    """A cache that was given so many tokens in one pass, and then one by one."""
+    cache = qkv.QKVCache(shape.config, **options)
+    for n in [tokens - steps] * (steps < tokens) + [1] * steps:
+        for layer in range(2):
+            cache.update(bounded(n, DIM), bounded(n, DIM), layer)
+    return cache
+
+
+def planned(shape: ModelShape, **options: Any) -> CachePlan:
+    options = {**options}
+    return CachePlan(shape, options.pop("format"), **options)
+
+
+def held(cache: Any) -> int:
+    """``nbytes()``, and the states of linear attention if it does not count them."""
+    if isinstance(cache, EncoderDecoderCache):
+        return held(cache.self_attention_cache) + held(cache.cross_attention_cache)
+    total: int = cache.nbytes()
+    for layer in cache.layers:
+        alone = qkv.QKVCache()
+        alone.layers = [layer]
+        states = [x for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()]
+        store = layer.store.nbytes() if hasattr(layer, "store") else 0
+        if alone.nbytes() == store:
+            total += sum(x.nbytes for x in states if x is not None)
+    return total
+
+
+# ---- exactness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
+def test_the_plan_is_nbytes_for_every_format_and_way(small: ModelShape, options: dict[str, Any]) -> None:
+    plan = planned(small, **options)
+    for tokens in (1, 200, 700):
+        real = filled(small, tokens, **options)
+        size = plan.size(tokens, ROWS)
+        assert size.allocated == real.nbytes(), tokens
+        assert size.bits / size.values == pytest.approx(real.stats()["bits_per_value"])
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_tokens_that_come_one_by_one_are_planned_as_well(small: ModelShape, options: dict[str, Any]) -> None:
+    plan = planned(small, **options)
+    for tokens, steps in ((40, 40), (250, 50), (330, 200)):
+        assert plan.nbytes(tokens, ROWS, steps=steps) == filled(small, tokens, steps, **options).nbytes()
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
+def test_a_static_layout_is_planned_as_well(small: ModelShape, options: dict[str, Any]) -> None:
+    for tokens, room in ((1, 77), (333, 400)):
+        plan = planned(small, **options, max_cache_len=room)
+        assert plan.nbytes(tokens, ROWS) == filled(small, tokens, **options, max_cache_len=room).nbytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_model_type_decides_what_is_exact(dtype: str) -> None:
+    config = small_config("full")
+    cache = qkv.QKVCache(config, "none", sink_tokens=4)
+    for layer in range(2):
+        cache.update(*[bounded(300, DIM, getattr(torch, dtype))] * 2, layer)
+    assert CachePlan(ModelShape.of(config, dtype), "none", sink_tokens=4).nbytes(300, ROWS) == cache.nbytes()
+
+
+def test_given_scales_and_vectors_are_planned(small: ModelShape) -> None:
+    scales = {f"layers.0.{side}_scale": torch.full((HEADS,), 0.1) for side in ("key", "value")}
+    vectors = {f"layers.1.key_{what}": torch.ones(HEADS, DIM) for what in ("centre", "multiplier")}
+    options = {"format": "int8", "scales": {**scales, **vectors}}
+    assert planned(small, **options).nbytes(200, ROWS) == filled(small, 200, **options).nbytes()
+
+
+@pytest.mark.parametrize("name", ["int8", "k5v4", "a long residual window", "scales per head"])
+def test_long_contexts_grow_evenly(small: ModelShape, name: str) -> None:
+    """A plan tries a few thousand tokens and goes on from there."""
+    options = WAYS.get(name, {"format": name})
+    plan = planned(small, **options)
+    for tokens in (4095, 4096, 4900, 5333, 9000):
+        assert plan.nbytes(tokens, ROWS) == filled(small, tokens, **options).nbytes(), tokens
+    # And further than there is memory for.
+    far, near = (plan.nbytes(n + plan.period) - plan.nbytes(n) for n in (10**8, 20000))
+    assert far == near
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_is_what_the_cache_of_every_family_holds(name: str) -> None:
+    model: PreTrainedModel = FAMILIES[name]()
+    shape = ModelShape.of(model.config, "float32")
+    whisper = model.config.model_type == "whisper"
+    encoder = 40 if whisper else 12 if model.config.is_encoder_decoder else 0
+    assert shape.parameters == sum(x.numel() for x in model.parameters())
+    pieces = [180, *[1] * 3]  # past the window, and past the tokens from which keys are equalized
+    for options in ({"format": "none"}, {"format": "int8"}, {**CHANNELS, "sink_tokens": 3}):
+        cache = make_cache(model, **options)
+        logits(model, cache, pieces)
+        plan = planned(shape, **options)
+        assert plan.nbytes(183, 2, steps=3, encoder_tokens=encoder) == held(cache), options
+
+
+def test_a_model_whose_attention_is_ours_by_now_can_be_planned() -> None:
+    model = FAMILIES["Llama"]()
+    before = CachePlan(ModelShape.of(model.config), "int8").nbytes(300)
+    qkv.enable(model)
+    assert CachePlan(ModelShape.of(model.config), "int8").nbytes(300) == before
+    assert model.config._attn_implementation == "qkv"
+
+
+def test_planning_changes_no_configuration_and_takes_no_memory() -> None:
+    config = SHAPES["llama-3.1-405b"].config()
+    before = config.to_dict()
+    plan = CachePlan(ModelShape.of(config), "k5v4")
+    assert plan.nbytes(1 << 20, 64) > 1 << 43
+    assert config.to_dict() == before
+    for group in plan._parts[0]:
+        assert all(x.device.type == "meta" for call in group._calls for x in made_by(call))
+
+
+def made_by(call: Call) -> list[torch.Tensor]:
+    taken: list[torch.Tensor] = []
+    call.make(SimpleNamespace(**{call.method: lambda *tensors, **_: taken.extend(tensors)}), 1, 1)
+    return taken
+
+
+# ---- what is known without qkv -------------------------------------------------------------------------------------
+
+
+@cache
+def shape_of(name: str) -> ModelShape:
+    return ModelShape.of(SHAPES[name].config())
+
+
+def test_built_in_shapes_have_as_many_parameters_as_their_model_cards_say() -> None:
+    for name, shape in SHAPES.items():
+        parameters = sum(x.numel() for x in meta_model(shape.config()).parameters())
+        assert parameters / 1e9 == pytest.approx(shape.billions, rel=0.01), name
+
+
+def test_bytes_per_token_are_those_of_the_closed_form() -> None:
+    """Layers that grow x (keys and values) x kv_heads x head_dim x two bytes."""
+    expected = {
+        "llama-2-7b": 32 * 2 * 32 * 128 * 2,
+        "llama-3.1-70b": 80 * 2 * 8 * 128 * 2,
+        "mistral-7b-v0.1": 0,
+        "gemma-2-9b": 21 * 2 * 8 * 256 * 2,
+        "gpt-oss-20b": 12 * 2 * 8 * 64 * 2,
+        "qwen3-next-80b": 12 * 2 * 2 * 256 * 2,
+        "bamba-9b": 3 * 2 * 8 * 128 * 2,
+    }
+    for name, count in expected.items():
+        assert plan_row(shape_of(name), "none", "none", 8192).bytes_per_token == count, name
+
+
+def test_latent_attention_is_planned_as_this_transformers_keeps_it() -> None:
+    (call,) = shape_of("deepseek-v3").calls[0]
+    numbers = sum(shape[1] * shape[3] for shape, _ in call.tensors)
+    assert numbers in (512 + 64, 128 * (192 + 128))  # the latents, or keys and values that were made of them
+    assert plan_row(shape_of("deepseek-v3"), "none", "none", 8192).bytes_per_token == 61 * numbers * 2
+    assert shape_of("deepseek-v3").layer_kinds() == {"latent": 61}
+
+
+def test_the_states_of_linear_attention_are_counted_and_constant() -> None:
+    shape = shape_of("qwen3-next-80b")
+    assert shape.layer_kinds() == {"linear": 36, "full": 12}
+    plan = CachePlan(shape, "none")
+    # Per layer: 32 heads of 128 x 128 numbers, and 3 or 4 tokens of 2 x 2048 + 4096 channels for the convolution.
+    rest = [plan.nbytes(n) - 12 * 2 * 2 * 256 * 2 * n for n in (4096, 8192)]
+    assert rest[0] == rest[1]
+    recurrent = 36 * 32 * 128 * 128
+    assert recurrent * 2 <= rest[0] <= recurrent * 4 + 36 * 4 * 8192 * 4
+    assert plan.nbytes(4096, 3) == 3 * plan.nbytes(4096)
+
+
+def test_a_sliding_window_stops_growing() -> None:
+    plan = CachePlan(shape_of("mistral-7b-v0.1"), "int8")
+    assert plan.nbytes(8192) == plan.nbytes(1 << 20)
+    row = plan_row(shape_of("mistral-7b-v0.1"), "int8", "int8", 8192, free=1 << 30)
+    assert row.max_context is None
+    assert row.bytes_per_token == 0
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-9b", "bamba-9b"])
+@pytest.mark.parametrize("static", [False, True])
+def test_what_fits_fits_and_no_more(name: str, static: bool) -> None:
+    free = 5 << 30
+    for format in ("none", "k5v4"):
+        row = plan_row(shape_of(name), format, format, 3000, 2, free, static=static)
+
+        def nbytes(tokens: int, rows: int, format: str = format) -> int:
+            return CachePlan(shape_of(name), format, tokens if static else None).nbytes(tokens, rows)
+
+        assert row.max_context is not None
+        assert row.max_batch is not None
+        assert row.max_context % 256 == 0
+        assert nbytes(row.max_context, 2) <= free < nbytes(row.max_context + 256, 2)
+        assert nbytes(3000, row.max_batch) <= free < nbytes(3000, row.max_batch + 1)
+
+
+def test_reading_takes_what_is_stored_and_not_what_is_spare() -> None:
+    row = plan_row(shape_of("llama-3.1-8b"), "int8", "int8", 300, bandwidth=1e9)
+    values = 300 * 32 * 2 * 8 * 128
+    assert row.read_ms_per_token == pytest.approx(values * row.bits_per_value / 8 / 1e9 * 1e3)
+    assert row.read_ms_per_token < row.kv_bytes / 1e9 * 1e3
+
+
+def test_largest_finds_the_last_that_fits() -> None:
+    assert largest(lambda n: n <= 1000, 1, 1 << 20) == 1000
+    assert largest(lambda n: n <= 1000, 256, 1 << 20) == 768
+    assert largest(lambda n: False, 256, 1 << 20) == 0
+    assert largest(lambda n: True, 256, 1 << 20) is None
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 << 30),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5T", 15 * 10**11),
+        ("80 gib", 80 << 30),
+        ("1000", 1000),
+        ("10kb", 10000),
+        (".5GiB", 1 << 29),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text, "--memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "24XB", "-1GB", "0", "GiB", "24 Gi Bytes", "1e9", "nan"])
+def test_a_bad_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--memory: .* will not do; give one such as 24GiB"):
+        parse_bytes(text, "--memory")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"context": 0}, "context must be a whole number of at least 1"),
+        ({"context": 10, "batch": 0}, "batch must be a whole number of at least 1"),
+        ({"context": 10.0}, "context must be a whole number"),
+        ({"context": 10, "steps": 11}, "steps=11 are more than the 10 tokens"),
+    ],
+)
+def test_bad_numbers_are_named(small: ModelShape, numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CachePlan(small, "none").size(**numbers)
+
+
+def test_a_configuration_of_no_language_model_is_refused() -> None:
+    from transformers import ViTConfig
+
+    with pytest.raises(ValueError, match=r"no model that writes text .* 'vit'"):
+        ModelShape.of(ViTConfig())
+    with pytest.raises(ValueError, match="not from a dict"):
+        ModelShape.of({})  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_run_without_weights_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("looks at numbers\nand more")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    with pytest.raises(ValueError, match=r"a llama model cannot be planned: .* RuntimeError: looks at numbers$"):
+        ModelShape.of(small_config("full"))
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_its_rows(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["--context", 4096, "--batch", 2, "--memory", "24GiB", "--formats", "none,k5v4", "--json", file]
+    done = command("plan", "llama-3.1-8b", *arguments)
+    assert done.status == 0
+    assert "8.03 billion weights, 16.06 GB in bfloat16; layers: 32 full" in done.out
+    assert "context in 24GiB" in done.out
+    results = json.loads(file.read_text())
+    none, k5v4 = results["rows"]
+    figures = ["bits_per_value", "bytes_per_token", "kv_bytes", "max_context", "max_batch", "read_ms_per_token"]
+    assert list(none) == ["format", "context", "batch", *figures]
+    assert none["kv_bytes"] == 2 * 4096 * 131072
+    assert k5v4["kv_bytes"] == CachePlan(ModelShape.of(load_config("llama-3.1-8b")), "k5v4").nbytes(4096, 2)
+    assert f"{k5v4['max_context']:,}" in done.out
+    meta = results["meta"]
+    assert meta["weights_bytes"] == meta["parameters"] * 2 == 2 * 8030261248
+    assert (meta["layers"], meta["memory_bytes"], meta["dtype"]) == ({"full": 32}, 24 << 30, "bfloat16")
+
+
+def test_a_folder_is_planned_as_its_model_fills_its_cache(command: Command, tiny_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    cache = qkv.QKVCache(model.config, "int8")
+    with torch.no_grad():
+        model(torch.zeros(1, 200, dtype=torch.long), **as_argument(cache))
+    arguments = ["--context", 200, "--formats", "int8", "--json", "-"]
+    for name in ([tiny_folder], ["--model", tiny_folder]):
+        results = json.loads(command("plan", *name, *arguments).out)
+        assert results["rows"][0]["kv_bytes"] == cache.nbytes()
+        assert results["rows"][0]["max_context"] is None
+        assert results["meta"]["parameters"] == sum(x.numel() for x in model.parameters())
+
+
+def test_the_embedded_model_needs_no_file(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.plan.find_model", None)
+    done = command("plan", "--formats", "none", "--dtype", "float32")
+    assert "smollm2: 0.13 billion weights, 0.54 GB in float32" in done.out
+    assert "46,080" in done.out  # 30 layers x 2 x 3 heads x 64 x 4 bytes
+
+
+def test_quantized_weights_leave_more_room(command: Command) -> None:
+    arguments = ["plan", "llama-2-7b", "--memory", "24GiB", "--formats", "none", "--json", "-"]
+    rows = [json.loads(command(*arguments, *more).out)["rows"][0] for more in ([], ["--weights-dtype", "int4"])]
+    assert rows[1]["max_context"] - rows[0]["max_context"] == pytest.approx(6738415616 * 1.5 / 524288, abs=256)
+    assert rows[0]["kv_bytes"] == rows[1]["kv_bytes"]
+
+
+def test_weights_that_do_not_fit_and_positions_that_there_are_not_are_noted(command: Command) -> None:
+    done = command("plan", "llama-2-7b", "--memory", "8GB", "--context", "5000", "--formats", "int8")
+    assert done.status == 0
+    assert "note: the weights alone take 13.5 GB of 8GB: no cache fits; see --weights-dtype" in done.err
+    assert "note: the model was made for 4,096 positions; 5,000 were asked for" in done.err
+
+
+def test_several_contexts_and_batches_make_a_row_each(command: Command) -> None:
+    done = command("plan", "--context", "512,1024", "--batch", "1,2", "--formats", "none,int8", "--json", "-")
+    rows = json.loads(done.out)["rows"]
+    assert [(row["context"], row["batch"], row["format"]) for row in rows[:3]] == [
+        (512, 1, "none"),
+        (512, 1, "int8"),
+        (512, 2, "none"),
+    ]
+    assert [row["kv_bytes"] / rows[0]["kv_bytes"] for row in rows if row["format"] == "none"] == [1, 2, 2, 4]
+    (heading,) = [line for line in done.err.splitlines() if "bits/value" in line]
+    assert heading.split()[:3] == ["cache", "context", "batch"]
+
+
+def test_the_list_names_every_shape(command: Command) -> None:
+    done = command("plan", "--list")
+    assert done.status == 0
+    for name in SHAPES:
+        assert name in done.out
+    rows = json.loads(command("plan", "--list", "--json", "-").out)["rows"]
+    assert [row["name"] for row in rows] == list(SHAPES)
+    assert rows[1]["source"] == "meta-llama/Llama-2-7b-hf"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such/model"], ["no-such/model", "llama-3.1-8b"]),
+        (["./nowhere"], ["no model at './nowhere'", "llama-3.1-8b"]),
+        (["--formats", "int9"], ["int9", "k5v4"]),
+        (["--formats", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--formats", ","], ["--formats"]),
+        (["--memory", "lots"], ["--memory", "'lots'", "24GiB"]),
+        (["--bandwidth", "fast"], ["--bandwidth", "'fast'", "50GB/s"]),
+        (["--dtype", "int8"], ["int8", "bfloat16"]),
+        (["--weights-dtype", "int9"], ["--weights-dtype", "int9", "int4"]),
+        (["--context", "0"], ["--context"]),
+        (["llama-2-7b", "--model", "qwen3-8b"], ["two models", "qwen3-8b"]),
+        (["--batch", "1,x"], ["--batch", "'x'"]),
+        (["phi-3-mini", "--formats", "int8,bnb8", "--dtype", "float64"], ["float64"]),
+    ],
+)
+def test_bad_input_costs_one_line(command: Command, arguments: list[str], words: list[str]) -> None:
+    done = command("plan", *arguments)
+    assert done.status == 2
+    assert done.out == ""
+    (line,) = [line for line in done.err.splitlines() if line.startswith("qkv: error: ")]
+    for word in words:
+        assert word in line
+
+
+def test_a_damaged_configuration_costs_one_line(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
+    done = command("plan", tmp_path)
+    assert done.status == 2
+    assert done.err.splitlines()[-1].startswith("qkv: error: cannot read the configuration of the folder")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\x00")
+    done = command("plan", tmp_path / "broken.gguf")
+    assert done.status == 2
+    assert done.err.splitlines()[-1].startswith("qkv: error: cannot read the configuration of the file")
+
+
+def test_importing_qkv_does_not_import_the_plan() -> None:
+    code = "import sys, qkv, qkv.cli; print([m for m in sys.modules if m in ('qkv.plan', 'qkv.shapes')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
