@@ -5,6 +5,7 @@
 #   make demo     compare cache formats on the embedded model        make lint    ruff and mypy
 #   make test     the tests; ARGS="-k name" goes to pytest            make clean   remove all that was made
 #   make families write the README's table of families anew
+#   make bench-guard    ratios of benchmarks against those in eval/bench/expected.json; minutes, on a quiet machine
 #   make test-matrix    the tests that use transformers, with its oldest and its newest release that we claim
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ BUILD_FILES := pyproject.toml setup.py $(wildcard qkv/csrc/*)
 
 export PYTHONNOUSERSITE := 1
 
-.PHONY: demo test test-matrix lint families clean
+.PHONY: demo test test-matrix lint families bench-guard clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/stamp-model
@@ -52,6 +53,9 @@ lint: $(VENV)/stamp-dev
 
 families: $(VENV)/stamp-dev
 	$(BIN)/python tests/family_table.py --write README.md
+
+bench-guard: $(VENV)/stamp-model
+	$(BIN)/qkv bench guard $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(MATRIX_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The commands ``qkv compare`` and ``qkv bench``: they parse, call and print.
+"""The command ``qkv compare``, and ``qkv bench`` from ``bench.commands``: they parse, call and print.
 
 This module is loaded for ``qkv --help``, so it imports torch only inside the commands.
 """
@@ -12,24 +12,14 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text as RichText
 
-from qkv.cli.options import (
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    SeedOption,
-    ThreadsOption,
-    parse_ints,
-    parse_list,
-    parse_shapes,
-)
+from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.bench.commands import RoundsOption, bench
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="timed turns of each peer")]
-
-bench = typer.Typer(help="Time caches: a whole decode step, or attention alone.", no_args_is_help=True)
+__all__ = ["bench", "compare"]
 
 
 def compare(
@@ -94,100 +84,6 @@ def compare(
     for note in notes:
         run.warn(note)
     run.finish(rows, samples=samples, meta={"command": "compare", "text": scored, "notes": notes})
-
-
-@bench.command("decode")
-def bench_decode(
-    caches: Annotated[
-        str, typer.Option("--caches", help="caches beside dynamic: formats, YAML files, hf-...")
-    ] = "dynamic,none,int8",
-    batch: Annotated[str, typer.Option("--batch", help="sequences, a list")] = "1",
-    context: Annotated[str, typer.Option("--context", help="tokens in the cache, a list")] = "128,4096",
-    rounds: RoundsOption = 15,
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = "float32",
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-) -> None:
-    """Time one decode step of a whole model through each cache, with DynamicCache in the same run."""
-    run = Run(json, seed, threads)
-    names, batches = parse_list(caches, "--caches"), parse_ints(batch, "--batch")
-    contexts = parse_ints(context, "--context")
-
-    from qkv_eval.bench import decode
-    from qkv_eval.peers import with_baseline
-
-    with_baseline(names)
-    loaded, _ = run.load_model(model, dtype)
-    with run.progress:
-        results = decode.run(loaded, decode.DecodeSettings(names, batches, contexts, rounds, seed=seed), run.progress)
-    rows, notes = results["rows"], results["notes"]
-    run.table(
-        f"One decode step, {model}, {dtype}, {run.threads} threads",
-        {
-            "cache": "cache",
-            "batch": "batch|d",
-            "context": "context|d",
-            "ms_per_step": "ms/step|.1f",
-            "spread": "spread|.0%",
-            "ratio_to_dynamic": "speed|.2f",
-            "kv_mb": "cache MB|.1f",
-            "tokens_per_s": "tokens/s|.1f",
-        },
-        [{**row, "kv_mb": row["kv_bytes"] / 1e6} for row in rows],
-        "Medians; spread: interquartile range / median; speed: DynamicCache's time / this one's, in turn in one run.",
-    )
-    _finish(run, "bench decode", rows, notes)
-
-
-@bench.command("kernel")
-def bench_kernel(
-    formats: Annotated[str, typer.Option("--formats", help="formats of ours, a list")] = "int8,fp8_e4m3",
-    shape: Annotated[
-        str, typer.Option("--shape", help="kv_heads x query heads per kv head x head_dim, a list")
-    ] = "3x3x64",
-    kv_len: Annotated[str, typer.Option("--kv-len", help="tokens in the cache, a list")] = "8192",
-    batch: Annotated[str, typer.Option("--batch", help="sequences, a list")] = "1",
-    rounds: RoundsOption = 30,
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-) -> None:
-    """Time attention alone over each format, beside the fastest way that torch offers on fp32 tensors."""
-    run = Run(json, seed, threads)
-    names, shapes = parse_list(formats, "--formats"), parse_shapes(shape, "--shape")
-    lengths, batches = parse_ints(kv_len, "--kv-len"), parse_ints(batch, "--batch")
-
-    from qkv_eval.bench import kernel
-
-    with run.progress:
-        results = kernel.run(kernel.KernelSettings(names, shapes, lengths, batches, rounds, seed=seed), run.progress)
-    rows, notes = results["rows"], results["notes"]
-    run.table(
-        f"Attention of one query token, {run.threads} threads",
-        {
-            "format": "format",
-            "backend": "backend",
-            "shape": "shape",
-            "batch": "batch|d",
-            "kv_len": "kv_len|d",
-            "ms": "ms|.3f",
-            "sdpa_ms": "torch ms|.3f",
-            "speedup": "speedup|.2f",
-            "gb_per_s": "GB/s|.1f",
-            "fraction_of_read_bandwidth": "of memory|.0%",
-        },
-        [{**row, "shape": f"{row['kv_heads']}x{row['q_per_kv']}x{row['head_dim']}"} for row in rows],
-        f"Medians; torch: its fastest way on fp32 tensors; memory reads at {rows[0]['read_gb_per_s']:.1f} GB/s here.",
-    )
-    _finish(run, "bench kernel", rows, notes)
-
-
-def _finish(run: Run, command: str, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    for note in notes:
-        run.warn(note)
-    run.finish(rows, meta={"command": command, "notes": notes})
 
 
 def _print_samples(run: Run, prompt: str, samples: list[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,18 +15,32 @@ _ASSUMED_CACHE = 32 << 20
 _LARGEST_BUFFER = 1 << 30
 
 
-def last_level_cache() -> int:
-    """Returns the size of the largest cache of the processor, in bytes; 32 MiB if it does not say."""
-    sizes = [_ASSUMED_CACHE // 1024]
+def last_level_cache(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Returns the bytes of last-level cache that the processors of this program have in all; 32 MiB if none says.
+
+    Large processors have several such caches, each shared by some cores: data has to exceed all of them together.
+
+    Args:
+        root: where the system describes its processors.
+    """
     try:
-        found = [
-            path.read_text(encoding="ascii").strip()
-            for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-        ]
-    except OSError:
-        found = []
-    known = [int(size[:-1]) for size in found if size.endswith("K")]
-    return 1024 * max(known or sizes)
+        allowed = {str(number) for number in os.sched_getaffinity(0)}
+    except AttributeError:  # not on every system
+        allowed = None
+    found: dict[tuple[int, str], int] = {}
+    for folder in root.glob("cpu[0-9]*/cache/index*"):
+        if allowed is not None and folder.parent.parent.name.removeprefix("cpu") not in allowed:
+            continue
+        try:
+            level, size, shared = (
+                (folder / name).read_text(encoding="ascii").strip() for name in ("level", "size", "shared_cpu_list")
+            )
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size[-1:]]
+            found[int(level), shared] = unit * int(size[:-1])
+        except (OSError, ValueError, KeyError):
+            continue
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or _ASSUMED_CACHE
 
 
 def read_bandwidth(rounds: int = 9) -> float:

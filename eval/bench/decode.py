@@ -1,8 +1,13 @@
 """``qkv bench decode``: the time of one decode step of a whole model, by cache, batch and context.
 
 Each cache is filled through its ``update`` with random keys and values of the model's shapes, layer by layer; no
-prompt is run. Then all caches of one (batch, context) take turns, one step each per round. A cache grows by the
-token of each step, so the context is the stated one plus the rounds so far, at most a few dozen tokens.
+prompt is run, so contexts beyond the model's trained length serve as well. Then all caches of one (batch, context) take
+turns, one step each per round. A cache grows by the token of each step, so the context is the stated one plus the
+rounds so far, at most a few dozen tokens.
+
+Two more caches of each kind can take part in the same turns: a nearly empty one, whose step is everything but the cache
+(its own share is the difference), and one of the same context that has got there by many steps, not at once: whatever
+grew with their number would show.
 
 Keys and values are normal with the spread that each layer showed for one real token: what they are does not change
 the work of any cache here, but numbers far from real ones would meet denormals in the softmax.
@@ -18,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qkv.named_caches import UNQUANTIZED, NamedCache, as_argument, named_cache
+from qkv_eval.bench.fit import fit_steps
+from qkv_eval.bench.prompt import check_positions, random_prompt, read_piece
 from qkv_eval.bench.timing import Contestant, Timing, noise_warning, time_in_turn
 from qkv_eval.held import bits_per_value, kv_bytes
 from qkv_eval.peers import Progress, attend_as_meant, with_baseline
@@ -46,7 +53,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What to measure: every cache at every batch and context."""
+    """What to measure: every cache at every batch and context.
+
+    ``base``: the context of the caches that own shares are measured against; None: not. ``steps``: of the caches that
+    have come to their context step by step; 0: none.
+    """
 
     caches: tuple[str, ...] = (UNQUANTIZED, "none", "int8")
     batch: tuple[int, ...] = (1,)
@@ -54,6 +65,8 @@ class DecodeSettings:
     rounds: int = 15
     warmup: int = 2
     seed: int = 0
+    base: int | None = None
+    steps: int = 0
 
 
 def run(model: PreTrainedModel, settings: DecodeSettings, progress: Progress | None = None) -> dict[str, Any]:
@@ -61,14 +74,23 @@ def run(model: PreTrainedModel, settings: DecodeSettings, progress: Progress | N
 
     Returns:
         ``rows``, with the keys ``cache, batch, context, ms_per_step, ratio_to_dynamic, kv_bytes, tokens_per_s`` and
-        ``bits_per_value, spread, rounds``; and ``notes``, lines that a reader of the figures should know.
+        ``bits_per_value, spread, rounds``; ``fits``, the line of the time over the context for each cache and batch
+        with three contexts or more, see :func:`qkv_eval.bench.fit.fit_steps`; and ``notes``, lines that a reader of
+        the figures should know. With ``base``, rows have ``base_context, base_ms, cache_ms`` (the cache's own share,
+        the difference to a step at the base; None at contexts up to it) and ``cache_ms_iqr`` (the middle half of the
+        differences of single rounds is so wide). With ``steps``, ``steps, ms_after_steps`` and ``ratio_after_steps``,
+        ``ms_per_step`` divided by it: 1 if nothing grows with the steps done.
 
     Raises:
-        ValueError: an unknown cache, or caches that do not fit in the memory that is free.
+        ValueError: an unknown cache, caches that do not fit in the memory that is free, a context that the model has
+            no positions for, or fewer tokens in a context than steps.
     """
     caches = with_baseline(settings.caches)
+    if settings.steps >= min(settings.context):
+        raise ValueError(f"{settings.steps} steps do not fit in a context of {min(settings.context)} tokens")
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
+    most = max(settings.context) + settings.warmup + settings.rounds
+    notes = [note for note in [check_positions(model, most)] if note is not None]
     for batch in settings.batch:
         for context in settings.context:
             measured, timings = measure_decode(
@@ -79,13 +101,15 @@ def run(model: PreTrainedModel, settings: DecodeSettings, progress: Progress | N
                 rounds=settings.rounds,
                 warmup=settings.warmup,
                 seed=settings.seed,
+                base=settings.base,
+                steps=settings.steps,
                 progress=progress,
             )
             rows.extend(measured)
             note = noise_warning(timings)
             if note is not None:
                 notes.append(f"batch {batch}, context {context}: {note}")
-    return {"rows": rows, "notes": notes}
+    return {"rows": rows, "fits": fit_steps(rows), "notes": notes}
 
 
 @torch.inference_mode()
@@ -98,6 +122,8 @@ def measure_decode(
     rounds: int,
     warmup: int = 2,
     seed: int = 0,
+    base: int | None = None,
+    steps: int = 0,
     progress: Progress | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Timing]]:
     """Times one decode step through each cache in turn, at one batch and context, and leaves the model plain.
@@ -107,6 +133,8 @@ def measure_decode(
         caches: with ``dynamic`` among them.
         batch, context: sequences, and tokens in each.
         rounds, warmup: timed steps of each cache, and steps before them.
+        base: the context of further caches, for the share of each cache in its step; None: no such caches.
+        steps: of further caches, the last tokens of the context that have come one by one; 0: no such caches.
 
     Returns:
         The rows of :func:`run` in the order of ``caches``, and the timings behind them.
@@ -116,12 +144,12 @@ def measure_decode(
     """
     what = f"decoding, batch {batch}, context {context}"
     layers = probe_layers(model)
-    _check_memory(layers, batch * context, len(caches))
-    token = torch.randint(
-        0, model.config.get_text_config().vocab_size, (batch, 1), generator=torch.Generator().manual_seed(seed)
-    )
+    is_shared = base is not None and base < context
+    kept = context * (1 + (steps > 0)) + (base or 0) * is_shared
+    check_memory(layers, batch * kept, len(caches))
+    token = random_prompt(model, batch, 1, seed)
     filled = fill_caches(model, caches, layers, batch, context, seed, progress)
-    values = batch * context * sum(layer.values for layer in layers)
+    values = held_values(filled[[named.name for named in caches].index(UNQUANTIZED)])
     rows: list[dict[str, Any]] = [
         {
             "cache": named.name,
@@ -133,6 +161,24 @@ def measure_decode(
         for named, cache in zip(caches, filled, strict=True)
     ]
     contestants = [_contestant(model, named, cache, token) for named, cache in zip(caches, filled, strict=True)]
+    if is_shared and base is not None:
+        small = fill_caches(model, caches, layers, batch, base, seed, progress)
+        contestants += [
+            _contestant(model, named, cache, token, _at_base(named.name))
+            for named, cache in zip(caches, small, strict=True)
+        ]
+    if steps:
+        stepped = fill_caches(model, caches, layers, batch, context - steps, seed, progress)
+        for named, cache in zip(caches, stepped, strict=True):
+            attend_as_meant(model, named)
+            for done in range(steps):
+                read_piece(model, cache, token)
+                if progress is not None:
+                    progress(f"{named.name}: steps before, batch {batch}, context {context}", done + 1, steps)
+        contestants += [
+            _contestant(model, named, cache, token, _after_steps(named.name))
+            for named, cache in zip(caches, stepped, strict=True)
+        ]
 
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -142,7 +188,7 @@ def measure_decode(
     attend_as_meant(model, named_cache(UNQUANTIZED))
     baseline = timings[UNQUANTIZED].median
     for row in rows:
-        timing = timings[str(row["cache"])]
+        timing = timings[row["cache"]]
         row.update(
             ms_per_step=1e3 * timing.median,
             ratio_to_dynamic=baseline / timing.median,
@@ -150,7 +196,38 @@ def measure_decode(
             spread=timing.spread,
             rounds=rounds,
         )
+        if base is not None:
+            row.update(_own_share(timing, timings.get(_at_base(row["cache"])), base))
+        if steps:
+            after = timings[_after_steps(row["cache"])].median
+            row.update(steps=steps, ms_after_steps=1e3 * after, ratio_after_steps=timing.median / after)
     return rows, timings
+
+
+def held_values(cache: Any) -> int:
+    """Numbers of keys and values in the layers of a ``DynamicCache``; with a sliding window, of fewer tokens."""
+    return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
+def _at_base(name: str) -> str:
+    return f"{name} (nearly empty)"
+
+
+def _after_steps(name: str) -> str:
+    return f"{name} (after steps)"
+
+
+def _own_share(timing: Timing, at_base: Timing | None, base: int) -> dict[str, Any]:
+    """What a cache's own share of its step is, out of turns with a cache of ``base`` tokens."""
+    if at_base is None:
+        return {"base_context": base, "base_ms": None, "cache_ms": None, "cache_ms_iqr": None}
+    differences = Timing(tuple(a - b for a, b in zip(timing.seconds, at_base.seconds, strict=True)))
+    return {
+        "base_context": base,
+        "base_ms": 1e3 * at_base.median,
+        "cache_ms": 1e3 * (timing.median - at_base.median),
+        "cache_ms_iqr": 1e3 * differences.middle_half,
+    }
 
 
 @torch.inference_mode()
@@ -211,17 +288,23 @@ def fill_caches(
     return filled
 
 
-def _contestant(model: PreTrainedModel, named: NamedCache, cache: Cache, token: torch.Tensor) -> Contestant:
+def _contestant(
+    model: PreTrainedModel, named: NamedCache, cache: Cache, token: torch.Tensor, name: str | None = None
+) -> Contestant:
     arguments = as_argument(cache)
 
     def step() -> None:
         model(input_ids=token, use_cache=True, **arguments)
 
-    return Contestant(named.name, step, lambda: attend_as_meant(model, named))
+    return Contestant(name or named.name, step, lambda: attend_as_meant(model, named))
 
 
-def _check_memory(layers: Sequence[LayerShape], tokens: int, caches: int) -> None:
-    """Raises if caches of so many tokens are too large, taking each to be as large as the unquantized one."""
+def check_memory(layers: Sequence[LayerShape], tokens: int, caches: int) -> None:
+    """Checks that caches of so many tokens fit in the memory that is free, each taken to be as the unquantized one.
+
+    Raises:
+        ValueError: they may not.
+    """
     free = _free_memory()
     needed = caches * tokens * sum(layer.values * layer.dtype.itemsize for layer in layers)
     if free is not None and needed > free:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qkv_eval.bench.fit import FEWEST_CONTEXTS, fit_line
 from qkv_eval.report.charts import (
     Axis,
     Chart,
@@ -424,7 +425,13 @@ def _speed(runs: Sequence[Run], styles: Styles) -> Panel:
             figures = []
             for batch, of_batch in _split(rows, "batch"):
                 figures += _against_context(
-                    of_batch, time, styles, Axis("context, tokens"), f"Time of {what}, {unit}{_at_batch(batch)}", unit
+                    of_batch,
+                    time,
+                    styles,
+                    Axis("context, tokens"),
+                    f"Time of {what}, {unit}{_at_batch(batch)}",
+                    unit,
+                    caption=_lines_in_words(of_batch) if kind == "bench decode" else "",
                 )
                 figures += _against_context(
                     of_batch,
@@ -436,20 +443,42 @@ def _speed(runs: Sequence[Run], styles: Styles) -> Panel:
                     reference=(1.0, "DynamicCache"),
                     without=UNQUANTIZED,
                 )
+                figures += _against_context(
+                    of_batch,
+                    "cache_ms",
+                    styles,
+                    Axis("context, tokens"),
+                    f"The cache's own share of a step, ms{_at_batch(batch)}",
+                    "ms",
+                )
             panel.add(f"{what[2:].capitalize()}: {heading}", figures)
-    for heading, rows in _by(runs, ("bench kernel",), _machine_key):
+    for heading, found in _by(runs, ("bench kernel",), _machine_key):
+        rows = [(run, _with_query(row)) for run, row in found]
         figures = []
         for shape, of_shape in _split(rows, "kv_heads", "q_per_kv", "head_dim", "batch"):
             kv_heads, q_per_kv, head_dim, size = ("?" if part is None else f"{part:g}" for part in shape)
             words = f", {kv_heads}x{q_per_kv}x{head_dim}, batch {size}"
-            torch = [(run, {**row, "format": "torch", "ms": row.get("sdpa_ms")}) for run, row in of_shape]
-            first = {(run.number, number(row.get("kv_len"))): (run, row) for run, row in torch}
+            torch = [
+                (run, {**row, "format": name, "ms": row.get(key)})
+                for name, key in (("torch", "sdpa_ms"), ("torch, bf16", "sdpa_bf16_ms"))
+                for run, row in of_shape
+            ]
+            first = {(run.number, row["format"], number(row.get("kv_len"))): (run, row) for run, row in torch}
             x = Axis("tokens in the cache")
             figures += _against_context(
                 [*first.values(), *of_shape], "ms", styles, x, f"Time of attention, ms{words}", "ms"
             )
             figures += _against_context(
                 of_shape, "speedup", styles, x, f"Speed against torch{words}", _TIMES, reference=(1.0, "torch, fp32")
+            )
+            figures += _against_context(
+                of_shape,
+                "speedup_bf16",
+                styles,
+                x,
+                f"Speed against torch in bf16{words}",
+                _TIMES,
+                reference=(1.0, "torch, bf16"),
             )
         panel.add(f"Attention alone: {heading}", figures)
     return panel
@@ -494,6 +523,7 @@ def _against_context(
     unit: str,
     reference: tuple[float, str] | None = None,
     without: str = "",
+    caption: str = "",
 ) -> list[Figure]:
     """Draws a figure of each cache against the context: lines, or bars where there is one context alone."""
     series: dict[str, Series] = {}
@@ -519,11 +549,32 @@ def _against_context(
         across = Axis(x.label, log=True, base=2, ticks=ticks, form=lambda value: f"{value:,.0f}")
         up = Axis(log=is_wide_range, from_zero=not is_wide_range)
         chart = lines(series.values(), styles, across, up, title, reference=reference)
-    return [Figure(title, "", chart)]
+    return [Figure(title, caption, chart)]
+
+
+def _lines_in_words(rows: Sequence[tuple[Run, Row]]) -> str:
+    """What 1,000 tokens more add to a step, of the caches with contexts enough to tell a line from a curve."""
+    points: dict[str, dict[float, float]] = {}
+    for name, row in _marked(rows, _context_of):
+        value, context = number(row.get("ms_per_step")), _context_of(row)
+        if value is not None and value > 0 and context is not None:
+            points.setdefault(name, {})[context] = value
+    words = []
+    for name, of_name in points.items():
+        if len(of_name) >= FEWEST_CONTEXTS:
+            line = fit_line(list(of_name), list(of_name.values()))
+            fit = "" if line["r2"] is None else f" (r\N{SUPERSCRIPT TWO} {line['r2']:.4f})"
+            words.append(f"{name} {short(1000 * float(line['slope'] or 0.0))} ms{fit}")
+    return f"By a straight line through its points, 1,000 tokens more add: {', '.join(words)}." if words else ""
 
 
 def _context_of(row: Row) -> float | None:
     return number(row.get("context", row.get("kv_len")))
+
+
+def _with_query(row: Row) -> Row:
+    """A row of attention alone under a name that says the type of its query, if that is not float32."""
+    return {**row, "format": f"{name_of(row)}, bf16"} if row.get("dtype") == "bfloat16" else row
 
 
 def _mega(value: Any) -> float | None:
