@@ -16,9 +16,10 @@ channel do that already. What is beyond is divided in full: however large an out
 
 Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021, https://arxiv.org/abs/2104.09864).
 Where a bias makes a pair large, what the first tokens show of it is an arc, and later tokens lie further along the
-circle. So a pair that is more than ``LARGE`` median distances from zero counts with what it can reach: as far as it will
-have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair that stands
-still keeps the fine step that its centre allows.
+circle. So a pair whose mean is more than ``LARGE`` median distances from zero counts with what it can reach: as far as
+it will have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair that
+stands still keeps the fine step that its centre allows. (The mean: single large keys are no bias, and pairs that have
+them are worth their precision.)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LEAST_PART = 2.0**-8
 LARGE = 8.0
 HORIZON = 16.0
 CHANCE = 2.0
+HEAD_ROOM = 1.25
 LEAST_QUARTER = 8
 
 # The first and the second channels of pairs that are turned together, int64 ``[pairs]`` each.
@@ -62,9 +64,9 @@ def equalizing_vectors(
     ratio = torch.where(median > 0, distance / median, 1.0).clamp(min=LEAST_PART)
     far = ratio
     if pairs is not None and wide.shape[2] // 4 >= LEAST_QUARTER:
-        reach, radius = _reach(wide, centre.double(), pairs)
+        reach, steady = _reach(wide, centre.double(), pairs)
         for channels in pairs:
-            large = (radius > LARGE * median) & (median > 0)
+            large = (steady > LARGE * median) & (median > 0)
             reached = torch.where(large, reach / median, 0.0)
             far = far.index_copy(-1, channels, torch.maximum(far[..., channels], reached))
     multiplier = ratio.clamp(max=OUTLIER) ** power * (far / OUTLIER).clamp(min=1.0)
@@ -79,17 +81,19 @@ def _median(distance: torch.Tensor) -> torch.Tensor:
 
 
 def _reach(keys: torch.Tensor, centre: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far from their centre pairs can come, and how far they are from zero: ``[heads, pairs]`` each."""
+    """How far from their centre pairs can come, and how far they steadily are from zero: ``[heads, pairs]`` each."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return (x[..., pairs[0]].square() + x[..., pairs[1]].square()).sqrt()
 
     radius = norm(keys).amax(dim=(0, 2))
     quarter = keys.shape[2] // 4
-    moved = norm(keys[:, :, -quarter:].mean(dim=2) - keys[:, :, :quarter].mean(dim=2))
+    early, late = keys[:, :, :quarter].mean(dim=2), keys[:, :, -quarter:].mean(dim=2)
+    steady = torch.maximum(norm(early), norm(late)).amax(dim=0)
+    moved = norm(late - early)
     chance = norm(keys.std(dim=2)) * math.sqrt(2 / quarter)
     # The quarters' middles are three quarters of the tokens apart.
     speed = (moved - CHANCE * chance).clamp(min=0.0).amax(dim=0) * (4 / 3)
     furthest = torch.minimum(speed * HORIZON, radius + norm(centre))
     shown = norm(keys - centre.unsqueeze(1)).amax(dim=(0, 2))
-    return torch.maximum(shown, furthest), radius
+    return torch.maximum(shown, furthest) * HEAD_ROOM, steady

@@ -244,16 +244,18 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tuple[float, float]:
-    """How far from its centre a turning pair of channels ``[batch, tokens]`` can come, and how far it is from zero."""
+    """How far from its centre a turning pair of channels ``[batch, tokens]`` can come; how far its mean is from zero."""
     radius = max(math.hypot(a, b) for a, b in zip(x.flat, y.flat, strict=True))
     shown = max(math.hypot(a - centre[0], b - centre[1]) for a, b in zip(x.flat, y.flat, strict=True))
     quarter = x.shape[1] // 4
-    fastest = 0.0
+    fastest = steady = 0.0
     for a, b in zip(x, y, strict=True):
-        step = [math.fsum(z[-quarter:]) / quarter - math.fsum(z[:quarter]) / quarter for z in (a, b)]
+        late, early = ([math.fsum(z[part]) / quarter for z in (a, b)] for part in (slice(-quarter, None), slice(quarter)))
+        steady = max(steady, math.hypot(*late), math.hypot(*early))
+        step = [x - y for x, y in zip(late, early, strict=True)]
         chance = math.hypot(np.std(a, ddof=1), np.std(b, ddof=1)) * math.sqrt(2 / quarter)
         fastest = max(fastest, (math.hypot(*step) - 2.0 * chance) / 0.75)
-    return max(shown, min(16 * fastest, radius + math.hypot(*centre))), radius
+    return 1.25 * max(shown, min(16 * fastest, radius + math.hypot(*centre))), steady
 
 
 def equalizing_vectors(
@@ -274,8 +276,8 @@ def equalizing_vectors(
         for a, b in pairs or []:
             centres = float(centre[h, a]), float(centre[h, b])
             x, y = (np.where(np.isfinite(keys[:, h, :, c]), keys[:, h, :, c], centre[h, c]) for c in (a, b))
-            reach, radius = pair_reach(x, y, centres)
-            if radius > 8 * usual:
+            reach, steady = pair_reach(x, y, centres)
+            if steady > 8 * usual:
                 reached[a] = reached[b] = reach
         for d in range(dim):
             ratio = max(distances[d] / usual, EQUALIZER_LEAST) if usual else 1.0
