@@ -1221,7 +1221,7 @@ def test_without_kernels_auto_decodes_and_cpu_is_refused_with_the_reason() -> No
 
 def test_an_unknown_backend_is_refused_with_the_list_of_known_ones() -> None:
     data = random_data(Shape())
-    with pytest.raises(ValueError, match="unknown backend 'gpu'; use one of auto, cpu, reference"):
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; use one of auto, cpu, triton, reference"):
         attention(data.query, view_of(data, CacheConfig("int8", equalize=False)), backend="gpu")
 
 

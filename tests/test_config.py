@@ -101,7 +101,7 @@ def configs() -> st.SearchStrategy[CacheConfig]:
         ({"sink_tokens": True}, "sink_tokens must be a whole number of at least 0, not True"),
         ({"sink_tokens": 1.0}, "sink_tokens must be a whole number"),
         ({"prefill": "fast"}, "prefill='fast' is not known; use one of stored, exact"),
-        ({"backend": "gpu"}, "backend='gpu' is not known; use one of auto, cpu, reference"),
+        ({"backend": "gpu"}, "backend='gpu' is not known; use one of auto, cpu, triton, reference"),
         ({"layers": [0]}, "layers must map layer indices to changes"),
         ({"layers": {0: "int8"}}, r"layers\[0\] must map names to values"),
         ({"layers": {-1: {}}}, "a layer index must be a whole number of at least 0, not -1"),

@@ -44,14 +44,27 @@ class _Regions:
 
     def __init__(self, store: LayerStore):
         self.version = store.version
-        self.moving = store.residual is not None
         self.runs = store.runs()
         self.array = _region_array(self.runs)
+        # What moves while the version stays: the last packed segment grows, and so does the residual window, whose
+        # first tokens leave.
+        self.residual = store.residual
+        self.waiting = self.residual is not None and self.residual.length > 0
+        self.grows = len(self.runs) - (2 if self.waiting else 1)
 
-    def refresh(self, store: LayerStore) -> None:
-        # Without a residual window only the last segment grows while the version stays.
-        if self.runs:
-            self.array[len(self.runs) - 1].length = self.runs[-1].segment.length
+    def fits(self, store: LayerStore) -> bool:
+        residual = store.residual
+        if self.version != store.version or self.residual is not residual:
+            return False
+        return residual is None or self.waiting == (residual.length > 0)
+
+    def refresh(self) -> None:
+        if self.grows >= 0:
+            self.array[self.grows].length = self.runs[self.grows].segment.length
+        if self.waiting:
+            assert self.residual is not None
+            region = self.array[self.grows + 1]
+            region.skip, region.length = self.residual.start, self.residual.length
 
 
 def _region_array(runs: list[Run]) -> Any:
@@ -73,11 +86,11 @@ def _regions(view: KVView) -> tuple[Any, int]:
             runs.append(Run(view.late.segment, 0, view.late.segment.length))
         return _region_array(runs), len(runs)
     cached = cast("_Regions | None", store.kernel_regions)
-    if cached is None or cached.version != store.version or cached.moving:
+    if cached is None or not cached.fits(store):
         cached = _Regions(store)
         store.kernel_regions = cached
     else:
-        cached.refresh(store)
+        cached.refresh()
     return cached.array, len(cached.runs)
 
 

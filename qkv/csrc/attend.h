@@ -135,6 +135,32 @@ static void round_rows(const float* x, int64_t stride, int rows, int n, float li
   }
 }
 
+// Multiplies n numbers (in whole sets of 16, zeros behind them) by scales, rounds the products to 16 bits, at most
+// `limit`, and gives in `sum` the numbers' product with the offsets. Returns what one step of the rounded products is
+// worth; NaN where the sum is not finite, and then they are zeros. `products` has room for what is rounded.
+static float fold_row(const float* x, const float* scale, const float* offset, int n, float limit, float* products,
+                      int16_t* out, float* sum) {
+  vf top = vf_set1(0), total = vf_set1(0);
+  for (int d = 0; d < n; d += kLanes) {
+    const vf v = vf_load(x + d), product = vf_mul(v, vf_load(scale + d));
+    vf_store(products + d, product);
+    top = vf_max(vf_abs(product), top);
+    total = vf_fma(v, vf_load(offset + d), vf_fma(product, vf_set1(0), total));  // not a number if the product is none
+  }
+  *sum = vf_hsum(total);
+  const float largest = vf_hmax(top);
+  const bool finite = std::fabs(*sum) <= 3.4028235e38f && largest <= 3.4028235e38f;
+  // Below this the reciprocal would overflow; such a row makes no score worth the name.
+  const bool usable = finite && largest > 1e-34f;
+  if (!usable) {
+    std::memset(out, 0, n * sizeof(int16_t));
+    return finite ? 0.0f : __builtin_nanf("");
+  }
+  const vf inverse = vf_set1(limit / largest);
+  for (int d = 0; d < n; d += kLanes) vf_store_i16(out + d, vf_mul(vf_load(products + d), inverse));
+  return largest / limit;
+}
+
 // The largest multiplier with which no sum of products over the channels leaves int32.
 static float query_limit(int64_t key_dim) {
   return least(32767.0f, std::floor(2147483520.0f / (127.0f * static_cast<float>(key_dim))));
@@ -250,6 +276,7 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
     return;
   }
   if (key.scale_kind == QKV_SCALE_CHANNEL) {
+    const float limit = query_limit(dim);
     for (int t = 0, count; t < n; t += count) {
       const int64_t group = (offset + t) / key.group;
       count = static_cast<int>(least<int64_t>(n - t, (group + 1) * key.group - offset - t));
@@ -258,6 +285,11 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
       for (int r = 0; r < w.rows; ++r) {
         const float* q = w.packed + r * w.key_stride;
         float* f = w.folded + r * w.key_stride;
+        if (whole_numbers<C>()) {
+          w.unit[r] = fold_row(q, w.key_scale, w.key_offset, w.key_stride, limit, f, w.folded16 + r * w.key_stride,
+                               w.factor + r);
+          continue;
+        }
         vf sum = vf_set1(0);
         for (int d = 0; d < w.key_stride; d += kLanes) {
           const vf v = vf_load(q + d);
@@ -266,8 +298,6 @@ static void key_products(const QkvAttend& a, Workspace& w, const QkvPlane& key, 
         }
         w.factor[r] = vf_hsum(sum);
       }
-      if (whole_numbers<C>())
-        round_rows(w.folded, w.key_stride, w.rows, dim, query_limit(dim), w.folded16, w.unit);
       const int64_t skip = t / 16 * tile;
       const Pass pass{base + skip, tile, C::kBytes, (count + 15) / 16, pairs, ahead + skip, key.table};
       dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), w.key_stride, w.scores + t, kBlock);
@@ -472,9 +502,15 @@ static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value,
     const int width = least(value.group, dim - at), units = (width + 15) / 16;
     const int64_t start = scale_start(value, b, h) + g * value.group_stride + offset;
     const bool finite = load_vectors(value, start, n, padded, C::kUnit, w.value_scale, w.value_offset);
+    const bool rounds = whole_numbers<C>() && finite;
     for (int r = 0; r < w.rows; ++r) {
       const float* p = w.prob + r * kBlock;
       float* f = w.folded + r * kBlock;
+      if (rounds) {
+        w.unit[r] = fold_row(p, w.value_scale, w.value_offset, padded, 32767.0f, f, w.folded16 + r * kBlock,
+                             w.value_shift + r);
+        continue;
+      }
       vf shift = vf_set1(0);
       for (int t = 0; t < padded; t += kLanes) {
         const vf v = vf_load(p + t);
@@ -492,7 +528,8 @@ static void add_grouped(const QkvAttend& a, Workspace& w, const QkvPlane& value,
       }
       w.value_shift[r] = odd ? __builtin_nanf("") : sum;
     }
-    if (whole_numbers<C>()) round_rows(w.folded, kBlock, w.rows, padded, 32767.0f, w.folded16, w.unit);
+    if (whole_numbers<C>() && !rounds)
+      round_rows(w.folded, kBlock, w.rows, padded, 32767.0f, w.folded16, w.unit);
     const Pass pass{whole.base + at / 16 * C::kBytes, C::kBytes, whole.step, units, whole.n,
                     whole.ahead + at / 16 * C::kBytes * whole.n, whole.table};
     dot_rows<C>(pass, w.rows, chosen<C>(w.folded16, w.folded), kBlock, w.tile, w.value_stride);
@@ -518,19 +555,31 @@ static void add_by_channel(const QkvAttend& a, Workspace& w, const QkvPlane& val
     if (whole_numbers<C>())
       round_rows(w.prob + t, kBlock, w.rows, count, 32767.0f, w.p16 + t, w.unit);
     dot_rows<C>(pass, w.rows, chosen<C>(w.p16, w.prob) + t, kBlock, w.tile, w.value_stride);
+    const bool steps_of_scale = whole_numbers<C>() && value.offset_type == QKV_ZERO_POINT;
+    if (steps_of_scale) {
+      const int8_t* zero = static_cast<const int8_t*>(value.offset) + scale_start(value, b, h) + group * value.group_stride;
+      for (int d = 0; d < dim; ++d) w.value_offset[d] = static_cast<float>(zero[d]);
+    }
     for (int r = 0; r < w.rows; ++r) {
       const float* p = w.prob + r * kBlock + t;
       float total = 0;
       for (int i = 0; i < count; ++i) total += p[i];
       if (total == 0.0f) continue;  // whatever the scales are
-      if (whole_numbers<C>()) {  // the rounded weights: a code that its offset cancels is to leave nothing
-        int steps = 0;
-        for (int i = 0; i < count; ++i) steps += w.p16[r * kBlock + t + i];
-        total = static_cast<float>(steps) * w.unit[r];
-      }
-      const vf unit = vf_set1(whole_numbers<C>() ? w.unit[r] : 1.0f), mass = vf_set1(total);
+      const vf unit = vf_set1(whole_numbers<C>() ? w.unit[r] : 1.0f);
       const float* add = w.tile + r * w.value_stride;
       float* x = sums + r * w.value_stride;
+      if (steps_of_scale) {
+        // Codes that their zero points cancel leave nothing: both sums are the same whole number, rounded the same way.
+        int steps = 0;
+        for (int i = 0; i < count; ++i) steps += w.p16[r * kBlock + t + i];
+        const vf mass = vf_set1(static_cast<float>(steps));
+        for (int d = 0; d < w.value_stride; d += kLanes) {
+          const vf v = vf_add(vf_load(add + d), vf_mul(vf_load(w.value_offset + d), mass));
+          vf_store(x + d, vf_fma(vf_mul(v, unit), vf_load(w.value_scale + d), vf_load(x + d)));
+        }
+        continue;
+      }
+      const vf mass = vf_set1(total);
       for (int d = 0; d < w.value_stride; d += kLanes) {
         const vf v = vf_fma(vf_load(w.value_offset + d), mass, vf_load(x + d));
         vf_store(x + d, vf_fma(vf_mul(vf_load(add + d), unit), vf_load(w.value_scale + d), v));
@@ -669,6 +718,28 @@ static void merge(const QkvAttend& a, int64_t b, int64_t h, float* partials, int
   }
 }
 
+// Begins to fetch the scales and offsets of n tokens from `offset` on.
+static void fetch_scales(const QkvPlane& plane, int64_t dim, int64_t b, int64_t h, int64_t offset, int64_t n) {
+  if (!is_packed(plane.format) || plane.scale_kind == QKV_SCALE_HEAD) return;
+  int64_t at = scale_start(plane, b, h), count = n, runs = 1;
+  if (plane.scale_kind == QKV_SCALE_CHANNEL) {
+    at += offset / plane.group * plane.group_stride;
+    count = (n + plane.group - 1) / plane.group * plane.group_stride;
+  } else {
+    at += offset;
+    if (plane.scale_kind == QKV_SCALE_GROUP) runs = (dim + plane.group - 1) / plane.group;
+  }
+  const int64_t width = plane.scale_type == QKV_BF16_SCALE ? 2 : 1;
+  const int64_t offset_width = plane.offset_type == QKV_OFFSET_BF16 ? 2 : 1;
+  for (int64_t r = 0; r < runs; ++r, at += plane.group_stride) {
+    const char* scale = static_cast<const char*>(plane.scale) + at * width;
+    for (int64_t k = 0; k < count * width; k += 64) prefetch(scale + k);
+    if (!plane.offset) continue;
+    const char* shift = static_cast<const char*>(plane.offset) + at * offset_width;
+    for (int64_t k = 0; k < count * offset_width; k += 64) prefetch(shift + k);
+  }
+}
+
 // Blocks first..last-1 of the concatenated regions, for one batch row and kv head.
 static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t first, int64_t last,
                 int64_t kv_len) {
@@ -681,8 +752,18 @@ static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t 
     const int64_t to = last - index < blocks ? last - index : blocks;
     for (int64_t j = from; j < to; ++j) {
       const uint8_t* ahead = plane_codes(region.key, b, h);
-      if (j + 1 < blocks) ahead = key_block(a, region.key, ahead, first_token(region) + (j + 1) * kBlock);
-      else if (k + 1 < a.n_regions) ahead = plane_codes(a.regions[k + 1].key, b, h);
+      if (j + 1 < blocks) {
+        const int64_t next = first_token(region) + (j + 1) * kBlock;
+        ahead = key_block(a, region.key, ahead, next);
+        fetch_scales(region.key, a.key_dim, b, h, next, kBlock);
+        fetch_scales(region.value, a.value_dim, b, h, next, kBlock);
+      } else if (k + 1 < a.n_regions) {
+        const QkvRegion& behind = a.regions[k + 1];
+        const int64_t n = least<int64_t>(kBlock, behind.length);
+        ahead = plane_codes(behind.key, b, h);
+        fetch_scales(behind.key, a.key_dim, b, h, first_token(behind), n);
+        fetch_scales(behind.value, a.value_dim, b, h, first_token(behind), n);
+      }
       block(a, w, region, b, h, block_span(region, j, column, kv_len), ahead);
     }
     index += blocks;

@@ -42,14 +42,21 @@ static bool load_vectors(const QkvPlane& p, int64_t at, int n, int padded, float
   if (p.scale_type == QKV_UE5M3 && p.offset_type == QKV_ZERO_POINT) {  // the usual ones, without a choice inside
     const uint8_t* s = static_cast<const uint8_t*>(p.scale) + at;
     const int8_t* o = static_cast<const int8_t*>(p.offset) + at;
-    int odd = 0;
-    for (int i = 0; i < n; ++i) {
+    vf odd = vf_set1(0);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      const vf v = vf_load_ue5m3(s + i);
+      vf_store(scale + i, v);
+      vf_store(offset + i, vf_mul(vf_load_i8(o + i), v));
+      odd = vf_fma(v, vf_set1(0), odd);  // 0 unless v is not a number
+    }
+    sum = vf_hsum(odd);
+    for (; i < n; ++i) {
       const float v = ue5m3_value(s[i]);
       scale[i] = v;
       offset[i] = static_cast<float>(o[i]) * v;
-      odd |= s[i] == 255;
+      sum += 0.0f * v;
     }
-    sum = static_cast<float>(odd);
   } else {
     for (int i = 0; i < n; ++i) {
       const float v = scale_value(p.scale, at + i, p.scale_type);

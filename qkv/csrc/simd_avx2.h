@@ -37,6 +37,16 @@ static inline vf vf_load_bf16(const uint16_t* p) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
+// Stored scales: the 8-bit ue5m3 (not-a-number: all ones), and signed bytes.
+static inline vf vf_load_ue5m3(const uint8_t* p) {
+  const __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i v = _mm256_slli_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(107 << 3)), 20);
+  return _mm256_castsi256_ps(_mm256_or_si256(v, _mm256_cmpeq_epi32(u, _mm256_set1_epi32(255))));
+}
+static inline vf vf_load_i8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+static inline vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 static inline vf vf_load_f16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -76,6 +86,12 @@ template <int kBits>
 struct IntCodec : Int8Codec {
   static constexpr int kBytes = 4 * kBits;
   static inline void load(const uint8_t* p, Vec* v, const float*) {
+    if (kBits == 4) {  // the bytes widened: low halves are the first codes, high halves the others
+      const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      v[0] = _mm256_and_si256(w, _mm256_set1_epi16(15));
+      v[1] = _mm256_srli_epi16(w, 4);
+      return;
+    }
     const __m256i codes = load_codes<kBits>(p);
     v[0] = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(codes));
     v[1] = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(codes, 1));

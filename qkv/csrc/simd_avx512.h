@@ -24,6 +24,16 @@ static inline vf vf_load_bf16(const uint16_t* p) {
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
+// Stored scales: the 8-bit ue5m3 (not-a-number: all ones), and signed bytes.
+static inline vf vf_load_ue5m3(const uint8_t* p) {
+  const __m512i u = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512 v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(107 << 3)), 20));
+  return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(u, _mm512_set1_epi32(255)), v, _mm512_set1_ps(__builtin_nanf("")));
+}
+static inline vf vf_load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+static inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 static inline vf vf_load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -52,7 +62,11 @@ struct Int8Codec {
     std::memcpy(&v, m, 4);
     return _mm512_set1_epi32(v);
   }
-  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm512_dpwssd_epi32(a, v, m); }
+  // Written out: around the intrinsic GCC copies every accumulator twice.
+  static inline Vec mac(Vec a, Vec v, Pair m) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(v), "v"(m));
+    return a;
+  }
   static inline void finish(const Vec* a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(a[0])); }
 };
 
@@ -71,7 +85,7 @@ struct Fp8Codec {
   static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
   static constexpr int kVecs = 2;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
-  static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
+  static constexpr int groups(int) { return 2; }
   static inline Vec zero() { return _mm512_setzero_ps(); }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     __m512i h = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

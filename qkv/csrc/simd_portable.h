@@ -85,6 +85,24 @@ static inline vf vf_load_bf16(const uint16_t* p) {
   }
   return r;
 }
+// Stored scales: the 8-bit ue5m3 (not-a-number: all ones), and signed bytes.
+static inline vf vf_load_ue5m3(const uint8_t* p) {
+  vf r;
+  QKV_LANES {
+    const uint32_t bits = p[i] == 255 ? 0x7fc00000u : (p[i] + (107u << 3)) << 20;
+    std::memcpy(&r.x[i], &bits, 4);
+  }
+  return r;
+}
+static inline vf vf_load_i8(const int8_t* p) {
+  vf r;
+  QKV_LANES r.x[i] = static_cast<float>(p[i]);
+  return r;
+}
+static inline vf vf_abs(vf a) {
+  QKV_LANES a.x[i] = std::fabs(a.x[i]);
+  return a;
+}
 static inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
