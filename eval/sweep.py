@@ -112,6 +112,22 @@ _EVALUATIONS: dict[str, Evaluation] = {
         column="cache",
         timed=True,
     ),
+    "prefill": Evaluation(
+        "bench prefill",
+        "qkv_eval.bench.prefill:run",
+        "qkv_eval.bench.prefill:PrefillSettings",
+        caches="caches",
+        column="cache",
+        timed=True,
+    ),
+    "memory": Evaluation(
+        "bench memory",
+        "qkv_eval.bench.memory:run",
+        "qkv_eval.bench.memory:MemorySettings",
+        caches="caches",
+        column="cache",
+        timed=True,  # no times, but peaks, which hold what each thread of this machine needs
+    ),
     "kernel": Evaluation(
         "bench kernel",
         "qkv_eval.bench.kernel:run",

@@ -124,7 +124,7 @@ def results() -> dict[str, dict[str, Any]]:
     ]  # fmt: skip
     memory = [
         {"cache": name, "batch": 1, "context": context, "kv_bytes": 2880 * context * bits,
-         "bytes_per_token": 2880 * bits, "peak_bytes": 50000 * context, "ratio_to_fp16": bits / 16}
+         "bytes_per_token": 2880 * bits, "peak_bytes": 50000 * context, "ratio_to_fp16": 16 / bits}
         for context in (512, 4096)
         for name, (bits, _, _) in list(CACHES.items())[:4]
     ]  # fmt: skip
@@ -163,12 +163,29 @@ def results() -> dict[str, dict[str, Any]]:
     }
 
 
+def redundancy() -> dict[str, Any]:
+    """Results of a kind that has a page of its own: all kinds together make too long a one."""
+    rows = [
+        {"cache": name, "prompt": 8, "generated": 4, "positions_computed": 4 * often, "factor": often, "expected": 38,
+         "tokens": [{"position": 8 + i, "ms": 2.0 + i * often, "positions_computed": 9 * (i + 1)} for i in range(4)],
+         "counts": [often] * 8 + [3, 2, 1, 0]}
+        for name, often in (("no cache", 4), ("dynamic", 1))
+    ]  # fmt: skip
+    return {"meta": {**META, "command": "bench redundancy"}, "rows": rows}
+
+
 def write_results(folder: Path) -> list[Path]:
     paths = []
     for command, content in results().items():
         paths.append(folder / f"{command.replace(' ', '-')}.json")
         paths[-1].write_text(json.dumps(content))
     return paths
+
+
+def write_redundancy(folder: Path) -> Path:
+    path = folder / "redundancy.json"
+    path.write_text(json.dumps(redundancy()))
+    return path
 
 
 class Page(HTMLParser):
@@ -194,7 +211,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_page(load_runs(write_results(tmp_path_factory.mktemp("results"))))
+    folder = tmp_path_factory.mktemp("results")
+    return build_page(load_runs([*write_results(folder), write_redundancy(folder)]))
 
 
 # ---- what is read --------------------------------------------------------------------------------------------------
@@ -204,11 +222,12 @@ def test_each_kind_of_rows_is_known_by_its_command_or_else_by_its_keys(tmp_path:
     runs = load_runs(write_results(tmp_path))
     assert [run.kind for run in runs] == list(results())
     assert [run.number for run in runs] == list(range(1, 11))
-    for command, content in results().items():
+    every = {**results(), "bench redundancy": redundancy()}
+    for command, content in every.items():
         content["meta"].pop("command", None)
         (tmp_path / "nameless.json").write_text(json.dumps(content))
         assert load_runs([tmp_path / "nameless.json"])[0].kind == command
-    assert set(results()) == set(KINDS)
+    assert set(every) == set(KINDS)
 
 
 def test_rows_of_an_unknown_kind_are_a_table(tmp_path: Path) -> None:
@@ -302,12 +321,12 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 def test_all_kinds_together_fill_every_panel(full_page: str) -> None:
     page = Page(full_page)
-    names = ("quality", "tails", "positions", "layers", "tuning", "recall", "tasks", "speed", "memory")
+    names = ("quality", "tails", "positions", "layers", "tuning", "recall", "tasks", "speed", "memory", "redundancy")
     for name in (*names, "samples", "tables"):
         assert name in page.ids
     assert "missing" not in page.ids
     assert len(page.ids) == len(set(page.ids))
-    assert sum(name == "id" and value.startswith("run-") for _, name, value in page.attributes) == 10
+    assert sum(name == "id" and value.startswith("run-") for _, name, value in page.attributes) == 11
     for words in (
         "Some Processor",
         "0123456789ab",
@@ -560,12 +579,19 @@ def measure(browser: Callable[..., SimpleNamespace], page: Path, text: str, widt
     return dict(json.loads(html.unescape(dumped[1])))
 
 
-@pytest.fixture(scope="module")
-def layout(
-    browser: Callable[..., SimpleNamespace], full_page: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """Where things lie in the page."""
-    return measure(browser, tmp_path_factory.mktemp("layout") / "page.html", full_page)
+# Everything on one page would be higher than a picture can be.
+PARTS = {"redundancy": (3, 3), "all else": (12, 25)}  # panels, and charts at least
+
+
+@pytest.fixture(scope="module", params=list(PARTS))
+def part(
+    request: pytest.FixtureRequest, browser: Callable[..., SimpleNamespace], tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """A page, where things lie in it, and how many panels and charts it should have."""
+    folder = tmp_path_factory.mktemp("layout")
+    text = build_page(load_runs([write_redundancy(folder)] if request.param == "redundancy" else write_results(folder)))
+    panels, charts = PARTS[request.param]
+    return SimpleNamespace(text=text, layout=measure(browser, folder / "page.html", text), panels=panels, charts=charts)
 
 
 def is_blank(part: Any) -> bool:
@@ -577,22 +603,22 @@ def is_blank(part: Any) -> bool:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_in_a_browser_every_panel_and_drawing_shows_something(
-    browser: Callable[..., SimpleNamespace], full_page: str, layout: dict[str, Any], tmp_path: Path, dark: bool
+    browser: Callable[..., SimpleNamespace], part: SimpleNamespace, tmp_path: Path, dark: bool
 ) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow reads the screenshot")
     page = tmp_path / "page.html"
-    page.write_text(full_page)
+    page.write_text(part.text)
     picture = tmp_path / "page.png"
     shown = browser(page, f"--screenshot={picture}", dark=dark)
     assert shown.console == []
-    assert layout["wide"] <= WIDTH
+    assert part.layout["wide"] <= WIDTH
     seen = image.open(io.BytesIO(picture.read_bytes())).convert("L")
     corner = seen.getpixel((2, 2))
     assert corner < 60 if dark else corner > 200
-    panels = [box for box in layout["boxes"] if box["what"] == "panel"]
-    charts = [box for box in layout["boxes"] if box["what"] == "chart"]
-    assert len(panels) == 12
-    assert len(charts) >= 25
+    panels = [box for box in part.layout["boxes"] if box["what"] == "panel"]
+    charts = [box for box in part.layout["boxes"] if box["what"] == "chart"]
+    assert len(panels) == part.panels
+    assert len(charts) >= part.charts
     assert max(box["y"] + box["height"] for box in panels) < HEIGHT
     for box in [*panels, *charts]:
         assert box["width"] > 300

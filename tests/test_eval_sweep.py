@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ import typer
 import yaml
 
 from qkv_eval import sweep
+from qkv_eval.report import build_page, load_runs
 from qkv_eval.sweep import Evaluation, ResultsFile
 
 pytestmark = pytest.mark.usefixtures("plain_int8")
@@ -275,6 +277,45 @@ def test_timings_of_a_real_model_through_the_command(
     assert len(place.lines()) == 2
     listed = run_command(capsys, path, "--dry-run", "--threads", 2)  # timings of another number of threads are others
     assert "to do" in listed.out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "keys", "words"),
+    [
+        (
+            {"name": "prefill", "context": [40, 60], "rounds": 1, "warmup": 0},
+            {"seconds", "peak_bytes"},
+            "Time of a prompt",
+        ),
+        (
+            {"name": "memory", "context": [40, 60], "steps": 2},
+            {"bytes_per_token", "ratio_to_fp16"},
+            "Size of the cache",
+        ),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_prompts_and_memory_of_a_real_model(
+    wanted: dict[str, Any],
+    keys: set[str],
+    words: str,
+    place: Workplace,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    keep_threads: None,
+) -> None:
+    path = place.write(models=[str(tiny_folder)], caches=["int8", "none"], evaluations=[wanted])
+    run_command(capsys, path, "--threads", 1)
+    # In one call, in which the baseline is measured once.
+    assert place.caches() == ["dynamic", "int8", "none"]
+    for line in place.lines():
+        assert line["command"] == f"bench {wanted['name']}"
+        assert [(row["cache"], row["context"]) for row in line["rows"]] == [(line["cache"], 40), (line["cache"], 60)]
+        assert all(set(row) >= keys for row in line["rows"])
+    (run,) = load_runs([place.output])
+    assert run.kind == f"bench {wanted['name']}"
+    if importlib.util.find_spec("matplotlib") and importlib.util.find_spec("jinja2"):
+        assert words in build_page([run])
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------

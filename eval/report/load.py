@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "bench memory": ("cache", "context", "bytes_per_token"),
     "bench prefill": ("cache", "context", "seconds"),
     "bench decode": ("cache", "context", "ms_per_step"),
+    "bench redundancy": ("cache", "prompt", "positions_computed"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ class Panel:
 
 def make_panels(runs: Sequence[Run], styles: Styles) -> list[Panel]:
     """Draws all panels; one without data has no parts."""
-    drawn = (_quality, _tails, _positions, _layers, _tuning, _recall, _tasks, _speed, _memory)
+    drawn = (_quality, _tails, _positions, _layers, _tuning, _recall, _tasks, _speed, _memory, _redundancy)
     return [draw(runs, styles) for draw in drawn]
 
 
@@ -512,6 +513,93 @@ def _memory(runs: Sequence[Run], styles: Styles) -> Panel:
     for heading, by_batch in found.items():
         panel.add(heading, [figure for figures in by_batch.values() for figure in figures])
     return panel
+
+
+def _redundancy(runs: Sequence[Run], styles: Styles) -> Panel:
+    panel = Panel(
+        "redundancy",
+        "Why a cache",
+        "The same text written without a cache, where each token reads the whole sequence again, and through caches, "
+        "where it reads the newest token. Keys and values of a position depend on what stands before it alone, so "
+        "computing them again gives the same.",
+        "qkv bench redundancy",
+    )
+    for heading, found in _by(runs, ("bench redundancy",), _machine_key):
+        figures = []
+        for (prompt, generated), rows in _split(found, "prompt", "generated"):
+            if prompt is None or generated is None:
+                continue
+            words = f", prompt {prompt:,.0f}, {generated:,.0f} new tokens"
+            times: list[Series] = []
+            so_far: list[Series] = []
+            often: list[Series] = []
+            for name, row in _named(rows):
+                # The first token is the whole prompt's pass for all of them.
+                time = _stretches(_series_of(row, "ms")[1:])
+                times.append(_points(name, time, "position {:,.0f}: {} ms"))
+                count = _thinned(_series_of(row, "positions_computed"))
+                so_far.append(_points(name, count, "up to position {:,.0f}: {} keys"))
+                each = row.get("counts")
+                each = [number(value) for value in each] if isinstance(each, list) else []
+                known = [(float(place), value) for place, value in enumerate(each) if value is not None]
+                often.append(_points(name, _thinned(known), "position {:,.0f}: {} times"))
+            for series, title, caption in (
+                (
+                    times,
+                    "Time of a token, ms",
+                    "From the second new token on, by its position; a mark is the median of a stretch.",
+                ),
+                (so_far, "Keys computed so far", f"In each layer, by the position of the token.{_waste(rows)}"),
+                (often, "How often the keys of a position are computed", "By position; the last token is never read."),
+            ):
+                if any(one.xs for one in series):
+                    x = Axis("position, tokens", form=lambda value: f"{value:,.0f}")
+                    y = Axis(from_zero=True)
+                    figures.append(Figure(title + words, caption, lines(series, styles, x, y, title + words)))
+        panel.add(heading, figures)
+    return panel
+
+
+_MOST_POINTS = 32
+
+
+def _series_of(row: Row, key: str) -> list[tuple[float, float]]:
+    """The values of a row's tokens by their position."""
+    tokens = row.get("tokens")
+    found = []
+    for token in tokens if isinstance(tokens, list) else ():
+        if isinstance(token, dict):
+            place, value = number(token.get("position")), number(token.get(key))
+            if place is not None and value is not None:
+                found.append((place, value))
+    return found
+
+
+def _stretches(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Makes one point of each stretch of several, so that a line of many has as many as can be seen."""
+    size = max(-(-len(points) // _MOST_POINTS), 1)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(statistics.mean(x for x, _ in part), statistics.median(y for _, y in part)) for part in parts]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Leaves points out, neither the first nor the last."""
+    size = max(-(-len(points) // _MOST_POINTS), 1)
+    return [point for i, point in enumerate(points) if i == 0 or (len(points) - 1 - i) % size == 0]
+
+
+def _points(name: str, points: Sequence[tuple[float, float]], tip: str) -> Series:
+    series = Series(name)
+    for x, y in points:
+        series.add(x, y, f"{name}, {tip.format(x, short(y))}")
+    return series
+
+
+def _waste(rows: Sequence[tuple[Run, Row]]) -> str:
+    """How often keys were computed in the mean, in words, of the rows in which it is not once."""
+    found = {name: factor for name, row in _named(rows) if (factor := number(row.get("factor"))) is not None}
+    words = [f"{name} {short(factor)} times" for name, factor in found.items() if factor > 1]
+    return f" In the mean each was computed: {', '.join(words)}; otherwise once." if words else ""
 
 
 def _against_context(

@@ -104,6 +104,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "bench kernel": (
         _FORMAT,
+        Column("dtype", "query"),
         Column("backend", "backend"),
         Column("kv_heads", "kv heads", ",d"),
         Column("q_per_kv", "queries per kv head", ",d"),
@@ -113,6 +114,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ms", "ms", ".3f"),
         Column("sdpa_ms", "torch, ms", ".3f"),
         Column("speedup", "speed-up", ".2f"),
+        Column("sdpa_bf16_ms", "torch in bf16, ms", ".3f"),
+        Column("speedup_bf16", "speed-up against it", ".2f"),
         Column("gb_per_s", "GB/s", ".1f"),
         Column("fraction_of_read_bandwidth", "of memory", ".0%"),
     ),
@@ -122,6 +125,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ms_per_step", "ms/step", ".1f"),
         Column("spread", "spread", ".0%"),
         Column("ratio_to_dynamic", "speed", ".2f"),
+        Column("cache_ms", "own share, ms", ".2f"),
+        Column("ratio_after_steps", "after many steps", ".3f"),
         Column("kv_bytes", "cache, MB", "mega"),
         Column("bits_per_value", "bits/value", ".2f"),
         Column("tokens_per_s", "tokens/s", ".1f"),
@@ -140,7 +145,25 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("kv_bytes", "cache, MB", "mega"),
         Column("bytes_per_token", "bytes/token", ",.0f"),
         Column("peak_bytes", "peak, MB", "mega"),
+        Column("peak_step_bytes", "in steps, MB", "mega"),
         Column("ratio_to_fp16", "against fp16", ".2f"),
+    ),
+    "bench redundancy": (
+        _CACHE,
+        Column("prompt", "prompt", ",d"),
+        Column("generated", "new tokens", ",d"),
+        Column("positions_computed", "positions computed", ",d"),
+        Column("expected", "by the closed form", ",d"),
+        Column("factor", "factor", ".2f"),
+        Column("first_position_computed", "of the first", ",d"),
+        Column("layer_positions_computed", "in all layers", ",d"),
+        Column("head_positions_computed", "in all heads", ",d"),
+        Column("seconds", "seconds", ".2f"),
+        Column("ms_first", "first, ms", ".1f"),
+        Column("ms_second", "second, ms", ".1f"),
+        Column("ms_last", "last, ms", ".1f"),
+        Column("same_tokens", "same tokens", ",d"),
+        Column("kv_bytes", "cache, MB", "mega"),
     ),
 }
 TITLES = {
@@ -154,13 +177,15 @@ TITLES = {
     "bench decode": "Decode step",
     "bench prefill": "Prompt",
     "bench memory": "Memory",
+    "bench redundancy": "Keys computed, without a cache and with one",
     OTHER: "Other results",
 }
 
 
 def make_table(run: Run) -> Table:
     """Returns the table of a run: the columns that it has values for; of rows of an unknown kind, all plain values."""
-    columns = _COLUMNS.get(run.kind) or tuple(
+    kind = run.kind
+    columns = _COLUMNS.get(kind) or tuple(
         Column(str(key), str(key), "short" if all(number(row.get(key)) is not None for row in run.rows) else "")
         for key in dict.fromkeys(key for row in run.rows for key in row)
         if not any(isinstance(row.get(key), (dict, list)) for row in run.rows)
@@ -168,7 +193,7 @@ def make_table(run: Run) -> Table:
     columns = tuple(column for column in columns if any(row.get(column.key) is not None for row in run.rows))
     cells = tuple(tuple(write(row.get(column.key), column.form) for column in columns) for row in run.rows)
     muted = frozenset(i for i, row in enumerate(run.rows) if name_of(row) in (UNQUANTIZED, NOISE_FLOOR))
-    return Table(TITLES[run.kind], run, columns, cells, muted)
+    return Table(TITLES[kind], run, columns, cells, muted)
 
 
 def write(value: Any, form: str = "") -> str:
