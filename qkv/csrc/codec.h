@@ -35,17 +35,27 @@ static inline uint16_t token_scale(float amax, float largest) {
 
 // Scale and offset of a vector of whole numbers, as formats/affine.py chooses them, and its codes. `step` apart lie the
 // numbers and the codes.
-static void encode_affine(const float* x, int n, int64_t step, const QkvPlane& plane, int64_t at, uint8_t* out) {
+static void encode_affine(const float* apart, int n, int64_t step, const QkvPlane& plane, int64_t at, uint8_t* out) {
   const float limit = 8.50705917e37f;  // 2^126
   const float levels = largest_integer(plane.format);
-  float low = x[0], high = x[0];
-  bool finite = true;
-  for (int i = 0; i < n; ++i) {
-    const float v = x[i * step];
-    finite = finite && std::fabs(v) <= 3.4028235e38f;
-    low = v < low ? v : low;
-    high = v > high ? v : high;
+  // Together, and the last one repeated to whole lanes.
+  static thread_local Buffer<float> together;
+  static thread_local Buffer<int16_t> rounded;
+  const int padded = round_up(n, 16);
+  float* const x = together.at_least(padded);
+  int16_t* const codes = rounded.at_least(padded);
+  for (int i = 0; i < n; ++i) x[i] = apart[i * step];
+  for (int i = n; i < padded; ++i) x[i] = x[n - 1];
+  const vf none = vf_set1(0);
+  vf most_up = vf_load(x), most_down = vf_sub(none, most_up), odd = none;
+  for (int i = 0; i < padded; i += kLanes) {
+    const vf v = vf_load(x + i);
+    most_up = vf_max(most_up, v);
+    most_down = vf_max(most_down, vf_sub(none, v));
+    odd = vf_fma(v, none, odd);  // 0 unless v is not finite
   }
+  const bool finite = vf_hsum(odd) == 0.0f;
+  float high = vf_hmax(most_up), low = 0.0f - vf_hmax(most_down);
   uint8_t* const scale = static_cast<uint8_t*>(plane.scale) + at;
   int8_t* const zero_point = static_cast<int8_t*>(plane.offset) + at;
   if (!finite) {
@@ -73,8 +83,12 @@ static void encode_affine(const float* x, int n, int64_t step, const QkvPlane& p
   const float zero = least(most(std::nearbyint(low / s), -127.0f), 127.0f);
   *scale = stored;
   *zero_point = static_cast<int8_t>(zero);
-  for (int i = 0; i < n; ++i)
-    out[i * step] = static_cast<uint8_t>(least(most(std::nearbyint(x[i * step] / s) - zero, 0.0f), levels));
+  const vf wide = vf_set1(s), shift = vf_set1(zero), top = vf_set1(-levels);
+  for (int i = 0; i < padded; i += kLanes) {
+    const vf code = vf_max(vf_sub(vf_round(vf_div(vf_load(x + i), wide)), shift), none);
+    vf_store_i16(codes + i, vf_sub(none, vf_max(vf_sub(none, code), top)));
+  }
+  for (int i = 0; i < n; ++i) out[i * step] = static_cast<uint8_t>(codes[i]);
 }
 
 static void encode_symmetric(const float* x, int n, int64_t step, int32_t format, float scale, uint8_t* out) {

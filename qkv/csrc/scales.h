@@ -76,8 +76,26 @@ static inline int64_t scale_start(const QkvPlane& p, int64_t b, int64_t h) {
 
 // Every block of channels times the orthogonal Hadamard matrix, its own inverse. In the order of additions that
 // qkv/transform.py has: both give the same bits.
+template <int kWidth>
+static inline void hadamard_step(float* x, int dim) {
+  for (int at = 0; at < dim; at += 2 * kWidth)
+    for (int i = at; i < at + kWidth; ++i) {
+      const float a = x[i], b = x[i + kWidth];
+      x[i] = a + b;
+      x[i + kWidth] = a - b;
+    }
+}
+
 static void hadamard(float* x, int dim, int block) {
-  for (int width = 1; width < block; width *= 2)
+  int width = 1;
+  if (block >= 16) {  // widths that the compiler knows
+    hadamard_step<1>(x, dim);
+    hadamard_step<2>(x, dim);
+    hadamard_step<4>(x, dim);
+    hadamard_step<8>(x, dim);
+    width = 16;
+  }
+  for (; width < block; width *= 2)
     for (int at = 0; at < dim; at += 2 * width)
       for (int i = at; i < at + width; ++i) {
         const float a = x[i], b = x[i + width];

@@ -29,6 +29,10 @@ static inline vf vf_sub(vf a, vf b) {
   QKV_LANES a.x[i] -= b.x[i];
   return a;
 }
+static inline vf vf_div(vf a, vf b) {
+  QKV_LANES a.x[i] /= b.x[i];
+  return a;
+}
 static inline vf vf_mul(vf a, vf b) {
   QKV_LANES a.x[i] *= b.x[i];
   return a;
