@@ -9,6 +9,7 @@ from qkv_eval.cli_lm import lm
 from qkv_eval.cli_ppl import ppl
 from qkv_eval.cli_recall import recall
 from qkv_eval.cli_sweep import sweep
+from qkv_eval.cli_window import window
 
 evaluate = typer.Typer(
     help="What a cache does to a model, measured through the values that it stores.", no_args_is_help=True
@@ -18,3 +19,4 @@ evaluate.command("lm")(lm)
 evaluate.command("recall")(recall)
 evaluate.command("layers")(layers)
 evaluate.command("sweep")(sweep)
+evaluate.command("window")(window)

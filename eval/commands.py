@@ -14,12 +14,15 @@ from rich.text import Text as RichText
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.bench.cli_offload import offload
 from qkv_eval.bench.commands import RoundsOption, bench
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["bench", "compare"]
+
+bench.command("offload")(offload)
 
 
 def compare(

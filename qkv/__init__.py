@@ -20,15 +20,25 @@ from qkv.native import SlowPathWarning
 from qkv.presets import presets
 
 if TYPE_CHECKING:
-    from qkv.cache import QKVCache
+    from qkv.cache import QKVCache, nbytes
     from qkv.hf import disable, enable
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheConfig", "QKVCache", "SlowPathWarning", "disable", "enable", "formats", "presets", "register_format"]
+__all__ = [
+    "CacheConfig",
+    "QKVCache",
+    "SlowPathWarning",
+    "disable",
+    "enable",
+    "formats",
+    "nbytes",
+    "presets",
+    "register_format",
+]
 
 # What needs transformers comes on first use: it takes seconds to import, and `qkv --help` need not wait for it.
-_LATE = {"QKVCache": "qkv.cache", "disable": "qkv.hf", "enable": "qkv.hf"}
+_LATE = {"QKVCache": "qkv.cache", "disable": "qkv.hf", "enable": "qkv.hf", "nbytes": "qkv.cache"}
 
 
 def __getattr__(name: str) -> Any:

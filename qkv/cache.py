@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+)
 
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, layer_like
+from qkv.limits import Limits
 from qkv.rotary import rotary_of
+from qkv.saved import load, save
 from qkv.scales import KINDS, Scales, load_scales
+from qkv.sinks import Turning
+from qkv.turning import positions_of, turning_of
 from qkv.view import KVView
+from qkv.window import QKVWindowLayer
+
+# What a full cache keeps of the beginning, unless told otherwise.
+SINK_TOKENS = 4
 
 
 class QKVCache(DynamicCache):
@@ -38,10 +53,16 @@ class QKVCache(DynamicCache):
         scales: static scales for granularity ``head``: the path of a safetensors file, such as ``qkv calibrate``
             writes, or a mapping of names to tensors: ``layers.<i>.key_scale`` and ``layers.<i>.value_scale``, float
             ``[kv_heads]``; ``layers.<i>.key_centre`` and ``layers.<i>.key_multiplier``, float ``[kv_heads, key_dim]``.
+        max_tokens, max_bytes, on_full, offload_folder: what the cache may hold, and what happens when it is full, as in
+            :class:`qkv.CacheConfig`. With ``on_full="window"`` and no other number, 4 ``sink_tokens`` stay.
         max_cache_len: tokens that may come at most, for a static layout: memory is taken once, and ``torch.compile``
             sees a model with this cache as one graph for all lengths. None: it grows.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: layers wait in the CPU's memory while others
             compute. For models on a GPU.
+
+    Attributes:
+        config: the :class:`qkv.CacheConfig`.
+        loaded_token_ids: of a cache that came out of a file the token ids there, int64 ``[batch, tokens]``; else None.
 
     Raises:
         ValueError: values that are not allowed, or that do not go together; scales of another model or format.
@@ -67,6 +88,10 @@ class QKVCache(DynamicCache):
         prefill: str | None = None,
         backend: str | None = None,
         layers: Mapping[int, Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        on_full: str | None = None,
+        offload_folder: str | Path | None = None,
         max_cache_len: int | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
@@ -87,12 +112,23 @@ class QKVCache(DynamicCache):
             "prefill": prefill,
             "backend": backend,
             "layers": layers,
+            "max_tokens": max_tokens,
+            "max_bytes": max_bytes,
+            "on_full": on_full,
+            "offload_folder": offload_folder,
         }
-        self.config = replace(CacheConfig.of(format), **{k: v for k, v in changes.items() if v is not None})
+        described = CacheConfig.of(format)
+        if (on_full or described.on_full) == "window" and not described.sink_tokens and sink_tokens is None:
+            changes["sink_tokens"] = SINK_TOKENS
+        self.config = replace(described, **{k: v for k, v in changes.items() if v is not None})
         given = scales if isinstance(scales, Mapping) else self.config.scales
         self._scales = load_scales(given) if given is not None else Scales()
         self._model_config: Any = None
         self._said_unfused: list[bool] = []
+        self._turnings: list[Turning] = []
+        limited = self.config.max_tokens is not None or self.config.max_bytes is not None
+        self._limits = Limits(self.config) if limited else None
+        self.loaded_token_ids: torch.Tensor | None = None
         self.max_cache_len = _checked_length(max_cache_len, config)
         offload: dict[str, Any] = {
             "offloading": offloading,
@@ -100,6 +136,8 @@ class QKVCache(DynamicCache):
         }
         if offloading and not torch.cuda.is_available():
             raise ValueError("offloading moves layers from a GPU to the CPU's memory, and there is no GPU here")
+        if self.config.on_full in ("window", "offload"):
+            self._check_on_full(config, offloading)
         if config is None:
             self._check_layer_indices(None)
             # Tries the description out, so that a mistake in it shows here and not in the first update.
@@ -147,10 +185,46 @@ class QKVCache(DynamicCache):
             "capacity": self.max_cache_len,
             "rotary": rotary_of(self._model_config, index),
         }
-        layer = QKVLayer(**arguments) if plain is None else layer_like(plain, **arguments)
+        if self.config.on_full == "window":
+            layer = self._window_layer(index, plain, arguments)
+        else:
+            layer = QKVLayer(**arguments) if plain is None else layer_like(plain, **arguments)
         if isinstance(layer, QKVLayer):
             layer.said_unfused = self._said_unfused
         return layer
+
+    def _check_on_full(self, config: Any, offloading: bool) -> None:
+        on_full = self.config.on_full
+        if offloading or self.max_cache_len is not None:
+            raise ValueError(f"on_full={on_full!r} goes with neither offloading nor max_cache_len")
+        if on_full != "window":
+            return
+        if config is None:
+            raise ValueError("on_full='window' needs the model's configuration: QKVCache(model.config, ...)")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError("on_full='window' is for decoders; of an encoder's output nothing can be left out")
+        for index, changes in self.config.layers.items():
+            if changes.get("sink_tokens", self.config.sink_tokens) != self.config.sink_tokens:
+                raise ValueError(f"layers[{index}]: with on_full='window', all layers keep the same sink_tokens")
+
+    def _window_layer(self, index: int, plain: Any, arguments: dict[str, Any]) -> Any:
+        """As :meth:`_new_layer`, of a cache with ``on_full="window"``. A layer that slides by itself goes on to."""
+        if type(plain) is not DynamicLayer:
+            layer = layer_like(plain, **arguments)
+            if isinstance(layer, QKVLayer) and not layer.is_sliding:
+                raise ValueError(f"on_full='window' does not serve layers such as {type(plain).__name__}")
+            return layer
+        turning = turning_of(self._model_config, index)
+        if turning is not None:
+            # Layers that are turned alike share what they compute in each step.
+            turning = next((held for held in self._turnings if held.same(turning)), turning)
+            self._turnings.append(turning)
+        return QKVWindowLayer(
+            **arguments,
+            max_tokens=self.config.max_tokens if self.config.max_bytes is None else None,
+            turning=turning,
+            positions=positions_of(self._model_config),
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -163,7 +237,12 @@ class QKVCache(DynamicCache):
         """
         while self._model_config is None and len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer(len(self.layers)))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._limits is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._limits.check(self.layers, layer_idx, key_states, value_states)
+        handed = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._limits.after(self.layers, layer_idx)
+        return handed
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens, in all layers or in none.
@@ -197,9 +276,102 @@ class QKVCache(DynamicCache):
             raise ValueError(f"layer {layer_idx} is not one that qkv stores")
         return layer._whole_view()
 
+    def save(self, path: str | Path, token_ids: Any = None, model: Any = None) -> None:
+        """Writes the cache to one safetensors file, from which :meth:`load` makes it again; saved.py describes it.
+
+        The file appears whole or not at all: it is written beside ``path`` and renamed. The cache stays as it is.
+
+        Args:
+            path: where to.
+            token_ids: the tokens that the cache holds, whole numbers ``[batch, tokens]`` or ``[tokens]``, or None. They
+                are not looked at; :attr:`loaded_token_ids` gives them back.
+            model: the model that the keys and values are from, or None. A fingerprint of its weights is written down,
+                so that a model of the same shape can be told from it.
+
+        Raises:
+            ValueError: token ids of another length than the cache, layers of a kind that cannot be saved, or a file
+                that cannot be written.
+        """
+        save(self, path, token_ids, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: Any = None,
+        format: str | Path | CacheConfig | None = None,
+        *,
+        model: Any = None,
+        verify: bool = True,
+        device: torch.device | str | None = None,
+    ) -> QKVCache:
+        """The cache that :meth:`save` wrote, which goes on as that one would, bit for bit.
+
+        The file is mapped into memory and its full segments are used where they lie: the system reads them when they
+        are first attended to, and can drop them again when memory is short. The sinks, the residual window and the last
+        segment, which take tokens, are copied; in a static layout (``max_cache_len``) so are all tokens. Nothing is
+        ever written to the file. It may be replaced or removed while the cache lives, as :meth:`save` does it; but it
+        must not be shortened or written to in place: where a page of a mapped file is gone, a process that reads it is
+        ended by the system (SIGBUS), and no library can prevent that.
+
+        Args:
+            path: the file.
+            config: the model's configuration; None for a cache that was made without one.
+            format: what is expected, as in :class:`QKVCache`, or None: whatever the file holds. Everything but
+                ``backend`` must agree; that one is taken from here.
+            model: the model that is going to use it, or None: its weights must be those that the file was saved with.
+            verify: whether the checksum of all tensors is checked, which reads the whole file (about 3 GB/s). The
+                header's is always checked, and the size of the file.
+            device: where the model computes; None: the CPU. On others everything is copied.
+
+        Returns:
+            The cache; :attr:`loaded_token_ids` holds the token ids of the file, int64 ``[batch, tokens]``, or None.
+
+        Raises:
+            ValueError: no saved cache, one of another version, model, format or rotation than is wanted, or a file that
+                is damaged.
+        """
+        return load(cls, path, config, format, model, verify, device)
+
+    def fork(self, n: int = 1) -> list[QKVCache]:
+        """Caches that begin with the tokens of this one and go on by themselves, as copies of it would.
+
+        What is full is not copied: the forks and this cache hold those segments together, and none of them writes there
+        again. The last segment of each layer (up to 256 tokens), sinks and residual window are copied; so is all of a
+        static layout without a sliding window, and what qkv leaves as it is. What rearranges the batch
+        (``reorder_cache`` and the like) copies all of the cache it is called on. :meth:`nbytes` of a fork counts what
+        it holds, the shared part too; :func:`qkv.nbytes` counts a set of caches, and what they share once.
+
+        Args:
+            n: how many, at least 1.
+
+        Returns:
+            ``n`` new caches; this one can be used as before.
+
+        Raises:
+            ValueError: n is no whole number of at least 1.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"fork takes the number of caches to make, at least 1, not {n!r}")
+        made = []
+        for _ in range(n):
+            ours = (layer for layer in self.layers if isinstance(layer, QKVLayer))
+            with torch.inference_mode(False), torch.no_grad():
+                memo: dict[int, Any] = {id(layer.store): layer.store.fork() for layer in ours}
+                made.append(deepcopy(self, memo))
+        return made
+
     def nbytes(self) -> int:
-        """Bytes allocated: codes, scales, sinks, residual window, spare room, and the layers that qkv leaves alone."""
+        """Bytes allocated: codes, scales, sinks, residual window, spare room, and the layers that qkv leaves alone.
+
+        What is shared with forks, or lies in a mapped file, counts like everything else; see :func:`qkv.nbytes`.
+        """
         return sum(_nbytes(layer) for layer in self.layers)
+
+    def offloaded_bytes(self) -> int:
+        """Of :meth:`nbytes`, those that lie in the file of ``on_full="offload"``."""
+        spill = self._limits.spill if self._limits is not None else None
+        return spill.nbytes if spill is not None else 0
 
     def stats(self) -> dict[str, Any]:
         """What is stored, and what served.
@@ -222,8 +394,8 @@ class QKVCache(DynamicCache):
                 rows.append(row)
                 continue
             store = layer.store
-            bits += store.stored_bits()
-            values += store.stored_values()
+            bits += layer.stored_bits()
+            values += layer.stored_values()
             granularity = store.key_granularity
             if store.value_granularity != granularity:
                 granularity = f"{store.key_granularity}/{store.value_granularity}"
@@ -233,8 +405,8 @@ class QKVCache(DynamicCache):
                     "key_format": store.key_format.name if store.key_format is not None else "none",
                     "value_format": store.value_format.name if store.value_format is not None else "none",
                     "granularity": granularity,
-                    "tokens": store.length - store.first,
-                    "bytes": store.nbytes(),
+                    "tokens": layer.held(),
+                    "bytes": layer.nbytes(),
                     "backend": layer.served,
                 }
             )
@@ -272,8 +444,28 @@ def _nbytes(layer: Any) -> int:
     """Bytes that a layer of any kind holds. The states of linear attention lie in dictionaries."""
     states = [x for held in vars(layer).values() if isinstance(held, dict) for x in held.values()]
     others = [] if isinstance(layer, QKVLayer) else vars(layer).values()
-    own: int = layer.store.nbytes() if isinstance(layer, QKVLayer) else 0
+    own: int = layer.nbytes() if isinstance(layer, QKVLayer) else 0
     return own + sum(x.nbytes for x in (*states, *others) if isinstance(x, torch.Tensor))
+
+
+def nbytes(caches: Iterable[QKVCache]) -> int:
+    """Bytes that caches hold together: what forks share counts once.
+
+    For one cache this is ``cache.nbytes()``. Caches that were loaded from one file one by one share its pages in the
+    system's memory, of which this knows nothing: load once, and fork.
+
+    Args:
+        caches: any, forks of one another or not.
+    """
+    layers = {id(layer): layer for cache in caches for layer in cache.layers}.values()
+    stores = [layer.store for layer in layers if isinstance(layer, QKVLayer)]
+    storages = {
+        (x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes()
+        for store in stores
+        for x in store.tensors()
+    }
+    beside = sum(_nbytes(layer) for layer in layers) - sum(store.nbytes() for store in stores)
+    return beside + sum(storages.values())
 
 
 def _length(layer: Any) -> int:

@@ -14,7 +14,8 @@ from qkv.presets import PRESETS
 
 GRANULARITIES = ("token", "head", "group", "channel", "tensor")
 PREFILLS = ("stored", "exact")
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "triton", "reference")
+ON_FULL = ("error", "window", "offload")
 # What `layers` may change for one layer.
 LAYER_KEYS = (
     "format",
@@ -66,7 +67,13 @@ class CacheConfig:
         scales: path of a safetensors file with static scales per head.
         prefill: ``stored``: every query sees stored values, the prompt's own pass included; ``exact``: the tokens of a
             pass of several tokens see each other unquantized.
-        backend: ``auto``, ``cpu`` (the compiled kernel, or an error) or ``reference`` (plain torch).
+        backend: ``auto``, ``cpu`` or ``triton`` (these kernels, or an error), or ``reference`` (plain torch).
+        max_tokens: tokens that may come (``on_full="error"``), or that stay (``"window"``); None: no limit.
+        max_bytes: bytes that the cache may take: in all, or with ``on_full="offload"`` in memory; None: no limit.
+        on_full: what happens at the limit: ``error``, before anything is written (None: this, where there is a limit);
+            ``window``: the first ``sink_tokens`` and the last tokens stay, see sinks.py; ``offload``: full segments
+            move to a file that is mapped into memory, see spill.py.
+        offload_folder: where that file is; None: where temporary files go.
         layers: changes for single layers: ``{layer index: {name: value}}``.
 
     Raises:
@@ -88,6 +95,10 @@ class CacheConfig:
     scales: str | None = None
     prefill: str = "stored"
     backend: str = "auto"
+    max_tokens: int | None = None
+    max_bytes: int | None = None
+    on_full: str | None = None
+    offload_folder: str | None = None
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,6 +120,7 @@ class CacheConfig:
             object.__setattr__(self, "scales", str(self.scales))
         _one_of("prefill", self.prefill, PREFILLS)
         _one_of("backend", self.backend, BACKENDS)
+        self._check_limits()
         # Copied and made read-only: what the caller passed in stays theirs.
         object.__setattr__(self, "layers", MappingProxyType(self._checked_layers(self.layers)))
         for index in self.layers:
@@ -116,6 +128,30 @@ class CacheConfig:
                 self.for_layer(index)
             except ValueError as error:
                 raise ValueError(f"layers[{index!r}]: {error}") from None
+
+    def _check_limits(self) -> None:
+        for name in ("max_tokens", "max_bytes"):
+            if getattr(self, name) is not None and _whole(name, getattr(self, name)) == 0:
+                raise ValueError(f"{name} must be at least 1")
+        if self.offload_folder is not None:
+            object.__setattr__(self, "offload_folder", str(self.offload_folder))
+        if self.on_full is None:
+            if self.offload_folder is not None:
+                raise ValueError("offload_folder goes with on_full='offload'")
+            return
+        _one_of("on_full", self.on_full, ON_FULL)
+        if self.on_full == "offload":
+            if self.max_bytes is None or self.max_tokens is not None:
+                raise ValueError("on_full='offload' goes with max_bytes, those that stay in memory, and not max_tokens")
+            return
+        if self.offload_folder is not None:
+            raise ValueError(f"offload_folder goes with on_full='offload', not {self.on_full!r}")
+        if self.max_tokens is None and self.max_bytes is None:
+            raise ValueError(f"on_full={self.on_full!r} needs a limit: max_tokens or max_bytes")
+        if self.on_full == "window" and self.max_tokens is not None and self.max_tokens <= self.sink_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} leaves nothing beside sink_tokens={self.sink_tokens}; it must be larger"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheConfig:
         return self  # immutable

@@ -74,7 +74,54 @@ def disable(model: Any) -> Any:
 def _register() -> None:
     if ATTENTION_NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+        AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+
+
+# Of the pass that is under way: for a kv_len, the q_len of the mask that attention_mask left out. Where transformers
+# itself leaves one out while keys are longer than queries (a static layout), the queries are the first tokens instead.
+_left_out: dict[int, int] = {}
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **others: Any,
+) -> torch.Tensor | None:
+    """The mask that transformers makes for ``sdpa``, or None where it only says what :func:`attention_forward` knows.
+
+    That is: each query sees what is before it, the last one all of it. For a prompt in pieces such a mask would take
+    memory that grows with the prompt.
+
+    Args:
+        others: as all that is named: what transformers' ``sdpa_mask`` takes.
+    """
+    plain = allow_is_causal_skip and (local_size is None or kv_length < local_size)
+    if not torch.compiler.is_compiling():
+        _left_out.pop(kv_length, None)
+        if plain and isinstance(q_offset, int) and q_length > 1 and kv_offset + kv_length == q_offset + q_length:
+            seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+            if seen is None or (seen.dim() == 2 and seen.shape[1] == kv_length and bool(seen.all())):
+                if len(_left_out) > 8:  # of passes that are over
+                    _left_out.clear()
+                _left_out[kv_length] = q_length
+                return None
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **others,
+    )
 
 
 def attention_forward(
@@ -117,6 +164,11 @@ def attention_forward(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if view is None and not isinstance(key, GraphTensor):
+        q_len, kv_len = query.shape[2], key.shape[2]
+        short = attention_mask is None and causal and 1 < q_len < kv_len and not torch.compiler.is_compiling()
+        if short and _left_out.get(kv_len) == q_len:
+            # torch's own attention would let the first query see the first token only.
+            attention_mask = dense.causal_mask(q_len, kv_len, query.device)
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module,

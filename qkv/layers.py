@@ -226,6 +226,22 @@ class QKVLayer(CacheLayerMixin):
         """``(kv_length, kv_offset)`` of the mask for ``query_length`` new tokens."""
         return self.capacity if self.capacity is not None else self.store.length + query_length, 0
 
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.store.nbytes()
+
+    def stored_bits(self) -> int:
+        """Bits of the codes, scales and offsets of the tokens stored, without spare room."""
+        return self.store.stored_bits()
+
+    def stored_values(self) -> int:
+        """Numbers stored: tokens x heads x (key_dim + value_dim)."""
+        return self.store.stored_values()
+
+    def held(self) -> int:
+        """Tokens that are held."""
+        return self.store.length - self.store.first
+
     def reset(self) -> None:
         """Forgets all tokens and every scale that was not given."""
         self.store.reset()

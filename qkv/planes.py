@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,6 +82,19 @@ def _checked_block(format: Format, block: int, group_size: int | None, dim: int,
     return block
 
 
+@lru_cache
+def _gpu_encoder() -> Callable[[Plane, int, torch.Tensor], bool] | None:
+    """Triton's encoder; None where Triton is missing or does not know this GPU: the formats do it in steps then."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        from qkv.formats import triton_encode
+    except (ImportError, AttributeError):
+        return None
+    write: Callable[[Plane, int, torch.Tensor], bool] = triton_encode.write
+    return write
+
+
 class Plane:
     """The keys, or the values, of one segment: codes, scales and offsets, or rows of the model's own type.
 
@@ -142,6 +156,18 @@ class Plane:
         plane.codes = rows.contiguous()
         return plane
 
+    @classmethod
+    def of_tensors(
+        cls, like: Plane, codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
+    ) -> Plane:
+        """A plane of the kind of ``like`` that holds these tensors themselves: codes, scales and offsets."""
+        plane = cls.__new__(cls)
+        plane._native = None
+        plane.format, plane.is_key, plane.dtype, plane.dim = like.format, like.is_key, like.dtype, like.dim
+        plane.layout, plane.scaling, plane.transform = like.layout, like.scaling, like.transform
+        plane.codes, plane.scale, plane.offset = codes, scale, offset
+        return plane
+
     def write(self, offset: int, rows: torch.Tensor) -> None:
         """Encodes ``rows [batch, heads, n, dim]`` into the tokens from ``offset`` on.
 
@@ -157,6 +183,9 @@ class Plane:
         end = offset + rows.shape[2]
         if self.format is None:
             self.codes[:, :, offset:end] = rows
+            return
+        write = _gpu_encoder() if rows.device.type == "cuda" else None
+        if write is not None and write(self, offset, rows):
             return
         if self.transform is not None:
             rows = self.transform.forward(rows)
@@ -401,13 +430,15 @@ class Segment:
         length: tokens stored.
         start: index of the first stored token; those before it have left (a residual or a sliding window), or their
             places were never used.
+        shared: whether others may hold the same tensors (forks, or a mapped file): then nothing may be written to them.
     """
 
-    __slots__ = ("_step", "capacity", "key", "length", "start", "value")
+    __slots__ = ("_step", "capacity", "key", "length", "shared", "start", "value")
 
     def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0, start: int = 0):
         self._step: _Step | None = None
         self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, start
+        self.shared = False
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.key.write(self.start + self.length, keys)
@@ -466,6 +497,19 @@ class Segment:
         fresh.key, fresh.value = copy(self.key), copy(self.value)
         for plane in fresh.planes():
             plane.map(function)
+        return fresh
+
+    def twin(self) -> Segment:
+        """A segment of the same tokens in the same tensors, to which neither of the two may write from now on."""
+        self.shared = True
+        fresh = copy(self)
+        fresh.key, fresh.value = copy(self.key), copy(self.value)
+        return fresh
+
+    def owned(self) -> Segment:
+        """A segment of the same tokens in tensors of its own, with the same room."""
+        fresh = self.mapped(lambda x: x.clone(memory_format=torch.contiguous_format))
+        fresh.shared = False
         return fresh
 
     def shrink(self) -> None:

@@ -98,7 +98,7 @@ class Scales(dict[str, torch.Tensor]):
                 f"the metadata of the scales in {self.source} are damaged; make the file anew with qkv calibrate"
             ) from None
         if model_config is not None:
-            difference = next(_differences(made_for, model_fingerprint(model_config)), None)
+            difference = model_difference(made_for, model_fingerprint(model_config))
             if difference is not None:
                 raise ValueError(
                     f"the scales in {self.source} were made for another model: {difference}; make scales for this one "
@@ -200,6 +200,11 @@ def model_fingerprint(model_config: Any) -> dict[str, Any]:
     names = [*_FIELDS, *sorted(name for name in values if _MORE_FIELDS.fullmatch(name))]
     found = {name: values.get(other_names.get(name, name)) for name in names}
     return json.loads(json.dumps({name: value for name, value in found.items() if value is not None}, default=str))
+
+
+def model_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first thing that two fingerprints do not agree in, in words; None: they are of one model."""
+    return next(_differences(there, here), None)
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> Iterator[str]:

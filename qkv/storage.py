@@ -26,6 +26,7 @@ small segments, used again when they are empty).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import wraps
 from math import lcm
@@ -340,8 +341,10 @@ class LayerStore:
         Raises:
             ValueError: shapes or types that do not fit; the store is unchanged.
         """
-        if keys.shape == self._one_token[0] and values.shape == self._one_token[1] and self._append_one(keys, values):
-            return None
+        if keys.shape == self._one_token[0] and values.shape == self._one_token[1]:
+            done = self._append_one(keys, values) if self._only_packed else self._append_waiting(keys, values)
+            if done:
+                return None
         return self._append_any(keys, values)
 
     @_lasting
@@ -418,15 +421,46 @@ class LayerStore:
         Every microsecond here is paid in every layer and step, with cold memory.
         """
         segment = self.packed[-1] if self._open else None
-        if segment is None or segment.room == 0 or keys.requires_grad or values.requires_grad:
-            return False
-        if not (keys.dtype == values.dtype == self.dtype and keys.device == values.device == self.device):
+        if segment is None or segment.room == 0 or not self._alike(keys, values):
             return False
         segment.append_one(keys, values)
         self.length += 1
         self.packed_length += 1
         self.changes += 1
         return True
+
+    def _append_waiting(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """The usual steps with a residual window: nothing leaves it, or its first token does and is encoded alone."""
+        residual = self.residual
+        if residual is None or residual.room == 0 or self.length < self.config.sink_tokens:
+            return False
+        length = self.length + 1
+        if not self._encoded and length < self.warm:
+            end = 0
+        else:
+            end = length - self.config.residual_length
+            end -= end % self.group
+        if not self._alike(keys, values) or (self.capacity is not None and length > self.capacity):
+            return False
+        leaving = end - (self.length - residual.length)
+        if leaving > 0:
+            segment = self.packed[-1] if self._open else None
+            heads = self._key_head is not None or self._value_head is not None
+            if self.group > 1 or leaving > 1 or residual.length == 0 or heads or segment is None or not segment.room:
+                return False
+            segment.append_one(*residual.rows(1))
+            residual.drop_first(1)
+            self.packed_length += 1
+        residual.append_one(keys, values)
+        self.length = length
+        self.changes += 1
+        return True
+
+    def _alike(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the tensors are of the store's type and device, and of no graph."""
+        if keys.requires_grad or values.requires_grad:
+            return False
+        return keys.dtype == values.dtype == self.dtype and keys.device == values.device == self.device
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
@@ -472,7 +506,7 @@ class LayerStore:
         self._transforms = (made[0], made[1])
 
     def _set_one_token(self) -> None:
-        if self._only_packed and self.shape is not None:
+        if self.shape is not None:
             batch, heads, key_dim, value_dim = self.shape
             self._one_token = (torch.Size((batch, heads, 1, key_dim)), torch.Size((batch, heads, 1, value_dim)))
 
@@ -705,9 +739,11 @@ class LayerStore:
             if not segment.length and segment not in keep:
                 self._forget(segment)
         if self.capacity is not None:
-            fit = (s for s in self.packed if not s.length and s not in keep and s.capacity == SMALL_SEGMENT_TOKENS)
-            self._empty.extend(fit)
+            left_empty = (s for s in self.packed if not s.length and s not in keep and not s.shared)
+            self._empty.extend(s for s in left_empty if s.capacity == SMALL_SEGMENT_TOKENS)
         self.packed = [s for s in self.packed if s.length or s in keep]
+        # A window needs one more than would hold it; what a long prompt had beyond that is given back.
+        del self._empty[max(0, 1 - (self.first - self.length) // SMALL_SEGMENT_TOKENS - len(self.packed)) :]
         if self.sink is not None and self.sink.length == 0:
             self.sink = None
         self.version += 1
@@ -736,6 +772,25 @@ class LayerStore:
         self._set_one_token()
         self.version += 1
         self.changes += 1
+
+    @_lasting
+    def fork(self) -> LayerStore:
+        """A store of the same tokens that goes on by itself.
+
+        The two share the packed segments that are full or closed; neither writes to these again. What may still take
+        tokens is copied: the sinks, the residual window, the last packed segment (in a static layout without a sliding
+        window all packed tokens).
+        """
+        fresh = copy(self)
+        fresh._key_head, fresh._value_head = copy(self._key_head), copy(self._value_head)
+        fresh.sink = self.sink.owned() if self.sink is not None else None
+        fresh.residual = self.residual.owned() if self.residual is not None else None
+        fresh.packed = [
+            segment.owned() if self._open and segment is self.packed[-1] and segment.room else segment.twin()
+            for segment in self.packed
+        ]
+        fresh._empty = []
+        return fresh
 
     @property
     def away(self) -> bool:
@@ -822,6 +877,8 @@ class LayerStore:
         spare = kept[-1].capacity - kept[-1].length if self._open else 0
         if (self._open and cut) or (self.capacity is None and self._has_window and spare > SMALL_SEGMENT_TOKENS):
             self._close()
+        if self._open and self.packed[-1].shared:
+            self.packed[-1] = self.packed[-1].owned()  # it was full, and is going to be written to
         if self.residual is not None:
             self.residual = self._cut(self.residual, left)
         self.length = length
@@ -853,6 +910,18 @@ class LayerStore:
             if held is not None:
                 total += held.nbytes()
         return total
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that :meth:`nbytes` counts; forks hold some of them together."""
+        for segment in (*self.segments(), *self._empty):
+            for plane in segment.planes():
+                yield from plane.tensors()
+        for scale in (self._key_head, self._value_head):
+            yield from () if scale is None else (x for x in (scale.current, scale._first) if x is not None)
+        for transform in self._transforms:
+            if transform is not None:
+                parts = (transform.signs, transform.centre, transform.multiplier)
+                yield from (x for x in parts if x is not None)
 
     def stored_bits(self) -> int:
         """Bits of the codes, scales and offsets of the tokens stored, without spare room."""

@@ -21,9 +21,10 @@ class KVView:
         length: tokens shown, kv_len.
         late: exact copies that early queries of the current pass need, see :class:`qkv.storage.Late`; usually None.
         on_served: told the name of the backend that attended, or None.
+        window: tokens that one query sees, where that may be fewer than are shown, see sinks.py; None: all.
     """
 
-    __slots__ = ("_changes", "_runs", "first", "late", "length", "on_served", "store")
+    __slots__ = ("_changes", "_runs", "first", "late", "length", "on_served", "store", "window")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class KVView:
         self.length = store.length - self.first
         self._changes = store.changes
         self.on_served: Callable[[str], None] | None = None
+        self.window: int | None = None
         # A sliding window goes on after this view is made: what it shows is written down now.
         self._runs: list[Run] | None = store.runs(self.first) if first is not None else None
         if late is not None:
@@ -113,21 +115,27 @@ class KVView:
         around = (0, 0, self.first, self.store.capacity - self.first - self.length)
         return pad(keys, around), pad(values, around)
 
-    def decode(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as ordinary tensors, ``[batch, kv_heads, length, head_dim]``, newly allocated.
+    def decode(
+        self, dtype: torch.dtype | None = None, start: int = 0, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as ordinary tensors, ``[batch, kv_heads, tokens, head_dim]``, newly allocated.
 
         Args:
             dtype: type of the result; None: the model's own.
+            start, end: which of the tokens shown; None: to the last one.
         """
         batch, heads, key_dim, value_dim = self.shape
         dtype = dtype or self.dtype
-        keys = torch.empty(batch, heads, self.length, key_dim, dtype=dtype, device=self.device)
-        values = torch.empty(batch, heads, self.length, value_dim, dtype=dtype, device=self.device)
-        at = 0
+        end = self.length if end is None else end
+        keys = torch.empty(batch, heads, end - start, key_dim, dtype=dtype, device=self.device)
+        values = torch.empty(batch, heads, end - start, value_dim, dtype=dtype, device=self.device)
+        at = -start
         for run in self.runs():
-            span = slice(at, at + run.length)
-            run.segment.key.decode_into(keys[:, :, span], run.offset)
-            run.segment.value.decode_into(values[:, :, span], run.offset)
+            low, high = max(0, at), min(end - start, at + run.length)
+            if low < high:
+                offset = run.offset + low - at
+                run.segment.key.decode_into(keys[:, :, low:high], offset)
+                run.segment.value.decode_into(values[:, :, low:high], offset)
             at += run.length
         return keys, values
 

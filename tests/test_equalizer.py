@@ -30,7 +30,6 @@ from stores import (
     sizes,
     vectors,
 )
-
 from transformers import (
     CohereConfig,
     DeepseekV3Config,

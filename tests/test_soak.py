@@ -190,3 +190,64 @@ def test_after_twenty_thousand_steps_nothing_has_piled_up_and_the_contents_are_t
     assert same[:SINKS].all()
     assert same[-RESIDUAL:].all()
     assert not same[SINKS:-RESIDUAL].any()
+
+
+ROUNDS = 50
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="only Linux says there what a process holds")
+def test_after_fifty_rounds_of_fork_extend_crop_save_and_load_memory_is_where_it_began(
+    keep_threads: None, tmp_path: Path
+) -> None:
+    """Each round goes on with what came out of the file; nothing of the forks and mapped files of before is left."""
+    torch.set_num_threads(1)
+    chance = random.Random(4)
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(LAYERS), layer_types=list(LAYERS), sliding_window=WINDOW, attn_implementation="qkv"
+    )
+    cache = qkv.QKVCache(config, **WAY)
+    cache.activate_past_recording()
+    pool = torch.randn(len(LAYERS), 2, BEAMS, HEADS, POOL, DIM, generator=torch.Generator().manual_seed(1))
+
+    def extend(one: qkv.QKVCache, n: int) -> None:
+        at = chance.randrange(POOL - n)
+        for layer, (keys, values) in enumerate(pool[..., at : at + n, :].unbind()):
+            one.update(keys, values, layer)
+
+    extend(cache, LONGEST)
+    path = tmp_path / "round.kv"
+    memory: list[int] = []
+    tensors: list[int] = []
+    mapped: list[int] = []
+    held: list[int] = []
+    for step in range(ROUNDS):
+        forks = cache.fork(3)
+        together = qkv.nbytes([cache, *forks])
+        assert together < 4 * cache.nbytes()
+        for fork in forks:
+            extend(fork, chance.randint(1, 300))
+            extend(fork, 1)
+        extend(cache, 40)
+        for one in (cache, *forks):
+            one.crop(LONGEST - one.get_seq_length())
+        chosen = chance.choice(forks)
+        chosen.save(path)
+        del forks, fork, one
+        cache = qkv.QKVCache.load(path, config)
+        views = [chosen.view(layer).decode() for layer in range(len(LAYERS))]
+        for layer, pair in enumerate(views):
+            for found, wanted in zip(cache.view(layer).decode(), pair, strict=True):
+                assert torch.equal(found, wanted)
+        del chosen, views, pair, found, wanted
+        memory.append(resident())
+        if step % 10 == 9:
+            tensors.append(live_tensors())
+        mapped.append(Path("/proc/self/maps").read_text().count(path.name))
+        held.append(cache.nbytes())
+        assert cache.get_seq_length() == LONGEST
+    assert set(mapped) == {1}  # only the last file is mapped
+    # Segments may end at other places, by a few; and windows hold what they have recorded.
+    assert tensors[-1] <= tensors[0] + 40
+    assert max(held[-10:]) <= 1.2 * held[0]
+    assert max(memory[-10:]) - max(memory[5:15]) < 2**20
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -4,6 +4,7 @@ A backend is a module with ``name``, ``available()``, ``supports(query, view)`` 
 signature. ``auto`` takes the first that can serve, and decodes a layer for torch's attention where none can:
 
 * ``cpu``: the compiled kernel, for up to 8 queries.
+* ``triton``: Triton's kernels on a GPU, for up to 8 queries.
 * ``dense``: decode one layer, then torch's attention; for prompts.
 * ``reference``: plain torch in double precision.
 """
@@ -14,17 +15,18 @@ import warnings
 
 import torch
 
-from qkv.attention import cpu, dense, reference
+from qkv.attention import cpu, dense, reference, tiled, triton_decode, window
 from qkv.native import SlowPathWarning
+from qkv.sinks import WindowView
 from qkv.view import KVView
 
 __all__ = ["attention", "choose"]
 
-_fused = {cpu.name: cpu}
+_fused = {cpu.name: cpu, triton_decode.name: triton_decode}
 
 
 def choose(query: torch.Tensor, view: KVView, backend: str = "auto") -> str:
-    """The name of the backend that serves a query over a view: ``cpu``, ``dense`` or ``reference``.
+    """The name of the backend that serves a query over a view: ``cpu``, ``triton``, ``dense`` or ``reference``.
 
     Raises:
         ValueError: an unknown backend, or one that was asked for by name and is not there.
@@ -33,17 +35,18 @@ def choose(query: torch.Tensor, view: KVView, backend: str = "auto") -> str:
         return backend
     if backend != "auto" and backend not in _fused:
         raise ValueError(f"unknown backend {backend!r}; use one of auto, {', '.join(_fused)}, reference")
-    if query.shape[2] > cpu.MAX_QUERIES:
+    name = backend if backend != "auto" else triton_decode.name if query.device.type == "cuda" else cpu.name
+    module = _fused[name]
+    if query.shape[2] > module.MAX_QUERIES:
         return "dense"  # a prompt is no task of a decoding kernel, whichever is asked for
-    for module in _fused.values() if backend == "auto" else (_fused[backend],):
-        missing = module.available() or module.supports(query, view)
-        if missing is None:
-            return module.name
-        if backend != "auto":
-            raise ValueError(f"backend {backend!r} cannot be used: {missing}")
-        # Of a missing library native.py has spoken already, or the user wanted it so.
-        if module.available() is None:
-            warnings.warn(f"qkv: a layer is decoded at every step: {missing}", SlowPathWarning, stacklevel=3)
+    missing = module.available() or module.supports(query, view)
+    if missing is None:
+        return name
+    if backend != "auto":
+        raise ValueError(f"backend {backend!r} cannot be used: {missing}")
+    # Of a missing library native.py has spoken already, or the user wanted it so.
+    if module is not cpu or cpu.available() is None:
+        warnings.warn(f"qkv: a layer is decoded at every step: {missing}", SlowPathWarning, stacklevel=3)
     return "dense"
 
 
@@ -68,7 +71,7 @@ def attention(
         causal: without a mask, whether query i of q_len sees only the first ``kv_len - q_len + i + 1`` tokens.
         softcap: scores become ``softcap * tanh(score / softcap)`` before masking; positive, or None: not.
         sinks: ``[q_heads]`` logits that take part in the softmax without a value (learned sinks), or None.
-        backend: ``auto``, ``cpu`` or ``reference``.
+        backend: ``auto``, ``cpu``, ``triton`` or ``reference``.
 
     Returns:
         ``[batch, q_len, q_heads, value_dim]``, contiguous, of the query's dtype.
@@ -90,11 +93,21 @@ def attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None, not {softcap}")
     scale = softmax_scale if softmax_scale is not None else key_dim**-0.5
+    several = isinstance(view, WindowView) and q_len > 1 and view.passes_window
     served = choose(query, view, backend)
+    if several and served != "reference":
+        served = "dense"  # each query has a window of its own
     if view.on_served is not None:
         view.on_served(served)
     if view.length == 0:
         return query.new_zeros(batch, q_len, heads, value_dim)
+    if isinstance(view, WindowView) and several:
+        dtype = torch.float64 if served == "reference" else query.dtype
+        return window.attend(query, view, mask, scale, causal, softcap, sinks, dtype)
+    if served == "dense" and tiled.serves(query, view):
+        out = tiled.attend_view(query, view, mask, scale, causal, softcap, sinks)
+        if out is not None:
+            return out
     if served == "dense":
         return dense.attend_view(query, view, mask, scale, causal, softcap, sinks)
     module = reference if served == "reference" else _fused[served]

@@ -1,0 +1,225 @@
+"""The older part of a cache in a file: full segments whose tensors lie in mapped memory.
+
+A full segment never moves, and only attention reads it. Its bytes are written to a file, and the file is mapped:
+tensors over the mapping take the place of those in memory, at addresses that do not change, so attention reads them as
+before, tile by tile, and the pages come in as it does. When the next layer is about to be read, the pages of the last
+one are given back (``madvise``); the file's contents stay, in the system's own cache of files as long as that has
+memory to spare. The file has no name and goes with the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from qkv.planes import Plane, Segment
+from qkv.storage import LayerStore
+
+_ALIGNMENT = 64
+
+
+@dataclass
+class _Mapped:
+    """A segment in the file, with what was made over it: whether that is still what the segment holds is asked here."""
+
+    segment: Segment
+    codes: torch.Tensor
+    memory: mmap.mmap
+    size: int
+
+    @property
+    def live(self) -> bool:
+        return self.segment.key.codes is self.codes
+
+
+class Spill:
+    """The file of one cache.
+
+    Args:
+        folder: where to make it; None: where temporary files go. It should be on a disk: a file system in memory, as
+            /tmp is on some systems, saves nothing.
+
+    Attributes:
+        folder: as given.
+    """
+
+    def __init__(self, folder: str | Path | None = None):
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        self._free: list[tuple[int, int]] = []
+        self._mapped: dict[int, list[_Mapped]] = {}  # by layer
+        self._bytes: dict[int, tuple[object, int, int]] = {}  # layer -> what it was counted at, in memory, in the file
+        self._read: int | None = None  # the layer that was read last
+
+    def empty(self) -> Spill:
+        """A file of its own for a copy of the cache, whose tensors are in memory."""
+        return Spill(self.folder)
+
+    def check(self, index: int, store: LayerStore, max_bytes: int) -> None:
+        """Raises ValueError where the layer ``index`` alone takes more than may be in memory."""
+        alone = sum(self._count(index, store))
+        if alone > max_bytes:
+            raise ValueError(
+                f"layer {index} holds {store.length} tokens in {alone} bytes, and max_bytes={max_bytes}: while a layer "
+                "is read, all of it is in memory; make the cache with a larger max_bytes"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that lie in the file."""
+        return sum(m.size for held in self._mapped.values() for m in held if m.live)
+
+    def rest(self) -> None:
+        """Gives the pages back that the layer read last has brought in."""
+        if self._read is not None:
+            for mapped in self._mapped.get(self._read, ()):
+                mapped.memory.madvise(mmap.MADV_DONTNEED)
+            self._read = None
+
+    def make_room(self, stores: list[tuple[int, LayerStore]], index: int, max_bytes: int) -> None:
+        """Moves full segments of the layer ``index`` to the file, the oldest first, until it takes its share of memory.
+
+        What is in memory is all that was not moved, and of one layer, while it is read, also what was.
+        """
+        store = next(store for i, store in stores if i == index)
+        self._read = index
+        self._prune(index, store)
+        memory, filed = self._count(index, store)
+        counts = [(memory, filed) if i == index else self._count(i, other) for i, other in stores]
+        total = sum(m for m, _ in counts)
+        widest = max(f for _, f in counts)
+        if total + widest <= max_bytes:
+            return
+        layer = max(m + f for m, f in counts)  # while it is read, all of a layer is in memory
+        share = max(0, max_bytes - layer) // max(1, len(stores) - 1)
+        held = {id(m.segment) for m in self._mapped.get(index, ())}
+        full = store.packed[:-1] if store._open and store.packed[-1].room else store.packed
+        moved = False
+        for segment in full:
+            if memory <= share:
+                break
+            if id(segment) in held or not segment.length:
+                continue
+            size = _nbytes(segment)
+            self._mapped.setdefault(index, []).append(self._move(segment))
+            memory, moved = memory - size, True
+        if moved:
+            store.version += 1
+            store.kernel_regions = None
+            self._bytes.pop(index, None)
+            _trim()
+
+    def _count(self, index: int, store: LayerStore) -> tuple[int, int]:
+        """Bytes of a layer in memory and in the file, counted anew when the store has changed."""
+        known = self._bytes.get(index)
+        at = (store.version, len(store.packed))
+        if known is None or known[0] != at:
+            filed = sum(_nbytes(m.segment) for m in self._mapped.get(index, ()) if m.live)
+            known = self._bytes[index] = (at, store.nbytes() - filed, filed)
+        return known[1], known[2]
+
+    def _prune(self, index: int, store: LayerStore) -> None:
+        """Forgets segments that are no longer there, or back in memory."""
+        held = self._mapped.get(index)
+        if not held:
+            return
+        there = {id(segment) for segment in store.packed}
+        kept = [m for m in held if m.live and id(m.segment) in there]
+        if len(kept) < len(held):
+            self._mapped[index] = kept
+            self._bytes.pop(index, None)
+
+    def _move(self, segment: Segment) -> _Mapped:
+        tensors = [tensor for plane in segment.planes() for tensor in plane.tensors()]
+        starts, size = [], 0
+        for tensor in tensors:
+            starts.append(size)
+            size += -(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        offset = self._place(size)
+        file = self.open()
+        for tensor, start in zip(tensors, starts, strict=True):
+            _write(file.fileno(), _whole(tensor), offset + start)
+        memory = mmap.mmap(file.fileno(), size, offset=offset)
+        # When the last tensor over it is gone, be it a fork's, the place is free.
+        weakref.finalize(memory, self._free.append, (offset, size)).atexit = False
+        with torch.inference_mode(False):
+            made = iter([_over(memory, start, like) for start, like in zip(starts, tensors, strict=True)])
+            for plane in segment.planes():
+                _replace(plane, [next(made) for _ in plane.tensors()])
+        segment._step = None
+        return _Mapped(segment, segment.key.codes, memory, size)
+
+    def _place(self, size: int) -> int:
+        for i, (offset, room) in enumerate(self._free):
+            if room == size:
+                del self._free[i]
+                return offset
+        offset = self._end
+        self._end += size
+        os.ftruncate(self.open().fileno(), self._end)
+        return offset
+
+    def open(self) -> IO[bytes]:
+        """The file, which is made where there is none yet.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
+        if self._file is None:
+            try:
+                self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  # goes with the cache
+            except OSError as error:
+                raise ValueError(f"no file can be made in offload_folder={self.folder!r}: {error.strerror}") from None
+        return self._file
+
+
+def _nbytes(segment: Segment) -> int:
+    return sum(t.untyped_storage().nbytes() for plane in segment.planes() for t in plane.tensors())
+
+
+def _whole(tensor: torch.Tensor) -> memoryview:
+    """All bytes behind a tensor, with those that the kernels may read behind its end."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _over(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like another over mapped bytes; it keeps the mapping."""
+    count = like.untyped_storage().nbytes()
+    if count == 0:
+        return like
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
+    return flat.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _replace(plane: Plane, tensors: list[torch.Tensor]) -> None:
+    plane._native = None
+    plane.codes = tensors[0]
+    if plane.scale is not None:
+        plane.scale = tensors[1]
+    if plane.offset is not None:
+        plane.offset = tensors[-1]
+
+
+def _trim() -> None:
+    """Lets malloc give back what it no longer needs."""
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
