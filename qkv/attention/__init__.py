@@ -108,6 +108,10 @@ def attention(
         out = tiled.attend_view(query, view, mask, scale, causal, softcap, sinks)
         if out is not None:
             return out
+    if served == "dense" and tiled.serves_late(view, mask, causal):
+        out = tiled.attend_late(query, view, scale, softcap, sinks)
+        if out is not None:
+            return out
     if served == "dense":
         return dense.attend_view(query, view, mask, scale, causal, softcap, sinks)
     module = reference if served == "reference" else _fused[served]

@@ -28,10 +28,24 @@ def attend_view(
     keys, values = view.decode(query.dtype)
     if view.late is None:
         return attend(query, keys, values, mask, softmax_scale, causal, softcap, sinks)
-    exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in view.late.segment.planes())
+    late, q_len = view.late, query.shape[2]
+    exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in late.segment.planes())
+    count = q_len
+    if late.group == 1 and late.residual_length == 0:
+        # Only the first queries see anything exactly, while scales or vectors are not there yet.
+        count = min(max(late.warm - 1 - (view.first + view.length - q_len), 0), q_len)
+    rest = []
+    if count < q_len:
+        # With all queries, even those that are done again, torch needs no mask where it would need one for the others.
+        skip = 0 if mask is None and causal and q_len == view.length else count
+        others = mask[:, :, skip:] if mask is not None else None
+        if mask is None and causal and skip:
+            others = causal_mask(q_len, view.length, query.device)[:, :, skip:]
+        out = attend(query[:, :, skip:], keys, values, others, softmax_scale, causal, softcap, sinks)
+        rest.append(out[:, count - skip :])
     pieces = []
-    for start in range(0, query.shape[2], PIECE):
-        part = query[:, :, start : start + PIECE]
+    for start in range(0, count, PIECE):
+        part = query[:, :, start : min(start + PIECE, count)]
         allowed = late_mask(view, mask, query.shape[2], start, part.shape[2], causal)
         # What no query of the piece sees is left out: of a prompt nearly half of the tokens, and of their copies most.
         stored, exact = _used_columns(allowed[..., : view.length]), _used_columns(allowed[..., view.length :])
@@ -39,7 +53,7 @@ def attend_view(
         both.append(torch.cat([values[:, :, stored], exact_values[:, :, exact]], dim=2))
         columns = torch.cat([allowed[..., : view.length][..., stored], allowed[..., view.length :][..., exact]], dim=-1)
         pieces.append(attend(part, both[0], both[1], columns, softmax_scale, False, softcap, sinks))
-    return torch.cat(pieces, dim=1)
+    return torch.cat([*pieces, *rest], dim=1)
 
 
 def _used_columns(allowed: torch.Tensor) -> slice:

@@ -14,6 +14,8 @@ from qkv.view import KVView
 
 # Tokens that are decoded at once; up to twice as many are left to torch's attention in one piece.
 TILE = 2048
+# Queries in one piece where some tokens are seen exactly: a multiple of all sizes of groups.
+LATE_PIECE = 128
 
 
 def serves(query: torch.Tensor, view: KVView) -> bool:
@@ -57,6 +59,66 @@ def attend_view(
     return total.to(query.dtype).transpose(1, 2).contiguous()
 
 
+def serves_late(view: KVView, mask: torch.Tensor | None, causal: bool) -> bool:
+    """Whether the pass is a prompt without a mask of which queries see the unfinished group, or a window, exactly."""
+    late = view.late
+    return late is not None and mask is None and causal and (late.group > 1 or late.residual_length > 0)
+
+
+def attend_late(
+    query: torch.Tensor,
+    view: KVView,
+    softmax_scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Causal attention over a view with exact copies: what all queries of a piece see as stored needs no mask.
+
+    None where a number is not finite, as :func:`attend_view`.
+    """
+    late = view.late
+    assert late is not None
+    batch, heads, q_len, _ = query.shape
+    total = torch.zeros(batch, heads, q_len, view.shape[3], dtype=torch.float32, device=query.device)
+    log_sum = torch.full((batch, heads, q_len), -torch.inf, dtype=torch.float32, device=query.device)
+    if sinks is not None:
+        log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
+    keys, values = view.decode(query.dtype)
+    exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in late.segment.planes())
+    # Positions of the pass: pieces end at multiples of LATE_PIECE, so that groups end there too.
+    start, end = view.first + view.length - q_len, view.first + view.length
+    first = start
+    while first < end:
+        last = min((first // LATE_PIECE + 1) * LATE_PIECE, end)
+        rows = slice(first - start, last - start)
+        part = query[:, :, rows]
+        # Before this token all queries of the piece see what is stored.
+        whole = (first + 1 - late.residual_length) // late.group * late.group if first + 1 >= late.warm else 0
+        common = min(max(whole, late.first, view.first), first + 1)
+        if common > view.first:
+            seen = slice(0, common - view.first)
+            tile = _tile(part, keys[:, :, seen], values[:, :, seen], None, softmax_scale, softcap)
+            _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
+        at = torch.arange(common, last, device=query.device)
+        asking = torch.arange(first, last, device=query.device).unsqueeze(1)
+        copied = slice(max(late.first - common, 0), max(late.first + late.segment.length - common, 0))
+        stored = at <= asking
+        exact = stored[:, copied] & ~late.stored(asking, at[copied])
+        stored[:, copied] &= ~exact
+        here = slice(common - view.first, last - view.first)
+        copies = slice(max(common - late.first, 0), last - late.first)
+        both = [
+            torch.cat([x[:, :, here], y[:, :, copies]], dim=2) for x, y in ((keys, exact_keys), (values, exact_values))
+        ]
+        allowed = torch.cat([stored, exact], dim=1)[None, None]
+        tile = _tile(part, both[0], both[1], allowed, softmax_scale, softcap)
+        _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
+        first = last
+    if not bool(total.isfinite().all()):
+        return None
+    return total.to(query.dtype).transpose(1, 2).contiguous()
+
+
 def _tile(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -68,11 +130,11 @@ def _tile(
     """What a tile alone gives, ``[batch, heads, rows, value_dim]``, and the logarithm of the sum of its softmax."""
     batch, heads, rows, dim = query.shape
     if allowed is None and softcap is None and dim == values.shape[3] and query.device.type == "cpu":
-        group = heads // keys.shape[1]
+        # All rows see all tokens, so that the heads that share keys can be rows of one head.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), scale=softmax_scale
+            query.reshape(batch, keys.shape[1], -1, dim), keys, values, scale=softmax_scale
         )
-        return out.float(), sums
+        return out.reshape(batch, heads, rows, -1).float(), sums.reshape(batch, heads, rows)
     grouped = query.reshape(batch, keys.shape[1], -1, dim)
     scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, rows, -1).float() * softmax_scale
     if softcap is not None:
