@@ -16,7 +16,7 @@ channel do that already. What is beyond is divided in full: however large an out
 
 Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021, https://arxiv.org/abs/2104.09864).
 Where a bias makes a pair large, what the first tokens show of it is an arc, and later tokens lie further along the
-circle. So a pair whose mean is more than ``LARGE`` median distances from zero counts with what it can reach: as far as
+circle. So a pair whose norm is in the mean more than ``LARGE`` median distances counts with what it can reach: as far as
 it will have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair
 that stands still keeps the fine step that its centre allows. (The mean: single large keys are no bias, and pairs that
 have them are worth their precision.)
@@ -89,7 +89,7 @@ def _reach(keys: torch.Tensor, centre: torch.Tensor, pairs: Pairs) -> tuple[torc
     radius = norm(keys).amax(dim=(0, 2))
     quarter = keys.shape[2] // 4
     early, late = keys[:, :, :quarter].mean(dim=2), keys[:, :, -quarter:].mean(dim=2)
-    steady = torch.maximum(norm(early), norm(late)).amax(dim=0)
+    steady = norm(keys).mean(dim=2).amax(dim=0)
     moved = norm(late - early)
     chance = norm(keys.std(dim=2)) * math.sqrt(2 / quarter)
     # The quarters' middles are three quarters of the tokens apart.

@@ -244,7 +244,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tuple[float, float]:
-    """How far from its centre a turning pair ``[batch, tokens]`` can come; how far its mean is from zero."""
+    """How far from its centre a turning pair ``[batch, tokens]`` can come; how far it is in the mean from zero."""
     radius = max(math.hypot(a, b) for a, b in zip(x.flat, y.flat, strict=True))
     shown = max(math.hypot(a - centre[0], b - centre[1]) for a, b in zip(x.flat, y.flat, strict=True))
     quarter = x.shape[1] // 4
@@ -253,7 +253,7 @@ def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tup
         late, early = (
             [math.fsum(z[part]) / quarter for z in (a, b)] for part in (slice(-quarter, None), slice(quarter))
         )
-        steady = max(steady, math.hypot(*late), math.hypot(*early))
+        steady = max(steady, math.fsum(math.hypot(*pair) for pair in zip(a, b, strict=True)) / len(a))
         step = [x - y for x, y in zip(late, early, strict=True)]
         chance = math.hypot(np.std(a, ddof=1), np.std(b, ddof=1)) * math.sqrt(2 / quarter)
         fastest = max(fastest, (math.hypot(*step) - 2.0 * chance) / 0.75)

@@ -143,13 +143,13 @@ def test_keys_with_huge_channels_cost_equalized_formats_next_to_nothing(smollm2:
 def test_a_real_bias_of_keys_costs_the_recommended_formats_next_to_nothing(
     pairs: tuple[int, ...], theta: float
 ) -> None:
-    """Case 1. What positions turn fast takes precision from the other channels, unless each has a scale of its own."""
+    """Case 1, with pairs that positions turn slowly, and with some that they turn fast."""
     ids = torch.randint(0, 512, (1, 1024), generator=torch.Generator().manual_seed(1))
     untouched, biased = (with_key_bias(bias, pairs, theta) for bias in (0.0, 100.0))
-    for name, bound in (("int8", 1.5 if pairs[0] == 27 else 2.0), ("k4v4", 1.5), ("k5v4", 1.5)):
+    for name in ("int8", "k4v4", "k5v4"):
         usual = drift(untouched, ids, name, mean=True)
         assert usual > 1e-5, "nothing was quantized"
-        assert drift(biased, ids, name, mean=True) < bound * usual, name
+        assert drift(biased, ids, name, mean=True) < 1.5 * usual, name
     channels = qkv.CacheConfig("int8", key_granularity="channel")
     assert drift(biased, ids, channels, mean=True) < 1.5 * drift(untouched, ids, channels, mean=True)
 
