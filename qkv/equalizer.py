@@ -16,8 +16,8 @@ channel do that already. What is beyond is divided in full: however large an out
 
 Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021, https://arxiv.org/abs/2104.09864).
 Where a bias makes a pair large, what the first tokens show of it is an arc, and later tokens lie further along the
-circle. So a pair whose norm is in the mean more than ``LARGE`` median distances counts with what it can reach: as far as
-it will have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair
+circle. So a pair whose norm is in the mean more than ``LARGE`` median distances counts with what it can reach: as far
+as it will have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair
 that stands still keeps the fine step that its centre allows. (The mean: single large keys are no bias, and pairs that
 have them are worth their precision.)
 """
