@@ -475,7 +475,8 @@ def _over_rows(
     WEIGHTS: tl.constexpr = tl.float16 if VALUE[FAST] else COMPUTE
     top = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    sum_ = tl.zeros([rows, VALUE[BLOCK]], tl.float32)
+    VALUE_BLOCK: tl.constexpr = VALUE[BLOCK]  # by itself: within a shape Triton 3.7 takes it for no constant
+    sum_ = tl.zeros([rows, VALUE_BLOCK], tl.float32)
     for step in range(first_row * STEPS, last_row * STEPS):
         row = table + step // STEPS * FIELDS
         begin = tl.multiple_of(tl.load(row + BEGIN), CHUNK).to(tl.int32) + step % STEPS * BLOCK_N
