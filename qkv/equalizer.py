@@ -34,7 +34,7 @@ OUTLIER = 2.0
 LEAST_PART = 2.0**-8
 
 # Of pairs that are turned: see above. What chance may move the means of two quarters by does not count as speed.
-LARGE = 8.0
+LARGE = 16.0
 HORIZON = 16.0
 CHANCE = 2.0
 HEAD_ROOM = 1.25

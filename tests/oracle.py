@@ -279,7 +279,7 @@ def equalizing_vectors(
             centres = float(centre[h, a]), float(centre[h, b])
             x, y = (np.where(np.isfinite(keys[:, h, :, c]), keys[:, h, :, c], centre[h, c]) for c in (a, b))
             reach, steady = pair_reach(x, y, centres)
-            if steady > 8 * usual:
+            if steady > 16 * usual:
                 reached[a] = reached[b] = reach
         for d in range(dim):
             ratio = max(distances[d] / usual, EQUALIZER_LEAST) if usual else 1.0

@@ -39,7 +39,7 @@ from setups import GROUP_TOKENS, SETUPS, fits, format_of
 from stores import like
 
 from qkv import native
-from qkv.attention import attention, choose, dense, reference
+from qkv.attention import attention, choose, dense, reference, tiled
 from qkv.attention.cpu import MAX_QUERIES, supports
 from qkv.config import CacheConfig
 from qkv.formats import get_format, register
@@ -251,6 +251,43 @@ def assert_all_close(data: Data, view: KVView, **how: Any) -> None:
     wanted = Wanted(data, view, **how)
     for backend in BACKENDS:
         wanted.check(backend)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sizes", [(300,), (70, 1, 130), (129, 2, 300)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "int4"},
+        {"format": "int8", "residual_length": 50},
+        {"format": "k5v4"},
+        {"format": "int4_rot", "sink_tokens": 4, "residual_length": 7},
+    ],
+    ids=str,
+)
+def test_a_long_prompt_of_which_some_tokens_are_seen_exactly_equals_the_short_way(
+    options: dict[str, Any], sizes: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece with what all queries see as stored apart, against one mask over stored and exact tokens."""
+    data = random_data(Shape(2, 2, 3, sum(sizes), sum(sizes), 64, 64))
+    logits = torch.randn(6, generator=torch.Generator().manual_seed(1)) if sinks else None
+    changes = {name: value for name, value in options.items() if name != "format"}
+    store = LayerStore(replace(CacheConfig.of(options["format"]), **changes))
+    done, late_passes = 0, 0
+    for size in sizes:
+        span = slice(done, done + size)
+        view = KVView(store, store.append(data.keys[:, :, span], data.values[:, :, span]))
+        query, done = data.query[:, :, span], done + size
+        if size <= MAX_QUERIES:
+            continue
+        late_passes += view.late is not None
+        found = []
+        for tile in (10**6, 0):
+            monkeypatch.setattr(tiled, "TILE", tile)
+            assert tiled.serves_late(view, None, True) == (tile == 0 and view.late is not None)
+            found.append(attention(query, view, sinks=logits))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
+    assert late_passes
 
 
 # ---- formats, types, shapes ----------------------------------------------------------------------------------------

@@ -60,9 +60,14 @@ def attend_view(
 
 
 def serves_late(view: KVView, mask: torch.Tensor | None, causal: bool) -> bool:
-    """Whether the pass is a prompt without a mask of which queries see the unfinished group, or a window, exactly."""
+    """Whether the pass is a long prompt without a mask, of which queries see the unfinished group, or a window, exactly.
+
+    In a short one the masks are small, and what torch's blocked kernel takes for itself counts.
+    """
     late = view.late
-    return late is not None and mask is None and causal and (late.group > 1 or late.residual_length > 0)
+    if late is None or mask is not None or not causal or view.length <= TILE:
+        return False
+    return late.group > 1 or late.residual_length > 0
 
 
 def attend_late(
@@ -79,10 +84,7 @@ def attend_late(
     late = view.late
     assert late is not None
     batch, heads, q_len, _ = query.shape
-    total = torch.zeros(batch, heads, q_len, view.shape[3], dtype=torch.float32, device=query.device)
-    log_sum = torch.full((batch, heads, q_len), -torch.inf, dtype=torch.float32, device=query.device)
-    if sinks is not None:
-        log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
+    out = query.new_empty(batch, q_len, heads, view.shape[3])
     keys, values = view.decode(query.dtype)
     exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in late.segment.planes())
     # Positions of the pass: pieces end at multiples of LATE_PIECE, so that groups end there too.
@@ -92,31 +94,38 @@ def attend_late(
         last = min((first // LATE_PIECE + 1) * LATE_PIECE, end)
         rows = slice(first - start, last - start)
         part = query[:, :, rows]
+        total = torch.zeros(batch, heads, last - first, view.shape[3], dtype=torch.float32, device=query.device)
+        log_sum = torch.full((batch, heads, last - first), -torch.inf, dtype=torch.float32, device=query.device)
+        if sinks is not None:
+            log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
         # Before this token all queries of the piece see what is stored.
         whole = (first + 1 - late.residual_length) // late.group * late.group if first + 1 >= late.warm else 0
         common = min(max(whole, late.first, view.first), first + 1)
         if common > view.first:
             seen = slice(0, common - view.first)
             tile = _tile(part, keys[:, :, seen], values[:, :, seen], None, softmax_scale, softcap)
-            _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
-        at = torch.arange(common, last, device=query.device)
-        asking = torch.arange(first, last, device=query.device).unsqueeze(1)
-        copied = slice(max(late.first - common, 0), max(late.first + late.segment.length - common, 0))
-        stored = at <= asking
-        exact = stored[:, copied] & ~late.stored(asking, at[copied])
-        stored[:, copied] &= ~exact
-        here = slice(common - view.first, last - view.first)
-        copies = slice(max(common - late.first, 0), last - late.first)
-        both = [
-            torch.cat([x[:, :, here], y[:, :, copies]], dim=2) for x, y in ((keys, exact_keys), (values, exact_values))
-        ]
-        allowed = torch.cat([stored, exact], dim=1)[None, None]
-        tile = _tile(part, both[0], both[1], allowed, softmax_scale, softcap)
-        _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
+            _merge(total, log_sum, *tile)
+        if common < last:
+            at = torch.arange(common, last, device=query.device)
+            asking = torch.arange(first, last, device=query.device).unsqueeze(1)
+            copied = slice(max(late.first - common, 0), max(late.first + late.segment.length - common, 0))
+            stored = at <= asking
+            exact = stored[:, copied] & ~late.stored(asking, at[copied])
+            stored[:, copied] &= ~exact
+            here = slice(common - view.first, last - view.first)
+            copies = slice(max(common - late.first, 0), max(last - late.first, 0))
+            both = [
+                torch.cat([x[:, :, here], y[:, :, copies]], dim=2)
+                for x, y in ((keys, exact_keys), (values, exact_values))
+            ]
+            allowed = torch.cat([stored, exact], dim=1)[None, None]
+            tile = _tile(part, both[0], both[1], allowed, softmax_scale, softcap)
+            _merge(total, log_sum, *tile)
+        if not bool(total.isfinite().all()):
+            return None
+        out[:, rows] = total.transpose(1, 2)
         first = last
-    if not bool(total.isfinite().all()):
-        return None
-    return total.to(query.dtype).transpose(1, 2).contiguous()
+    return out
 
 
 def _tile(
