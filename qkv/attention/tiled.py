@@ -60,7 +60,7 @@ def attend_view(
 
 
 def serves_late(view: KVView, mask: torch.Tensor | None, causal: bool) -> bool:
-    """Whether the pass is a long prompt without a mask, of which queries see the unfinished group, or a window, exactly.
+    """Whether the pass is a long prompt without a mask, of which queries see a group or a window exactly.
 
     In a short one the masks are small, and what torch's blocked kernel takes for itself counts.
     """
