@@ -14,12 +14,13 @@ channels become more alike but those that matter keep the finer step; 0 (not div
 channel do that already. What is beyond is divided in full: however large an outlier is, it ends up where a channel of
 ``OUTLIER`` times the median does.
 
-Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021, https://arxiv.org/abs/2104.09864).
-Where a bias makes a pair large, what the first tokens show of it is an arc, and later tokens lie further along the
-circle. So a pair whose norm is in the mean more than ``LARGE`` median distances counts with what it can reach: as far
-as it will have moved by ``HORIZON`` times the first tokens at the speed that it shows, at most the whole circle. A pair
-that stands still keeps the fine step that its centre allows. (The mean: single large keys are no bias, and pairs that
-have them are worth their precision.)
+Keys are turned by their position, a pair of channels at a time (RoPE, Su et al. 2021,
+https://arxiv.org/abs/2104.09864). Where a bias makes a pair large, what the first tokens show of it is an arc, and
+later tokens lie further along the circle. So a pair whose norm is large, more than ``LARGE`` median distances, and
+steady, as a bias makes it, counts with what it can reach: as far as it will have moved by ``HORIZON`` times the first
+tokens at the speed that it shows, at most the whole circle. A pair that stands still keeps the fine step that its
+centre allows. Steady means that the norms' median distance from their median is less than ``STEADY`` of it: large
+pairs of models without a bias vary more, and are worth their precision.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ OUTLIER = 2.0
 LEAST_PART = 2.0**-8
 
 # Of pairs that are turned: see above. What chance may move the means of two quarters by does not count as speed.
-LARGE = 16.0
+LARGE = 5.0
+STEADY = 0.04
 HORIZON = 16.0
 CHANCE = 2.0
 HEAD_ROOM = 1.25
@@ -89,7 +91,11 @@ def _reach(keys: torch.Tensor, centre: torch.Tensor, pairs: Pairs) -> tuple[torc
     radius = norm(keys).amax(dim=(0, 2))
     quarter = keys.shape[2] // 4
     early, late = keys[:, :, :quarter].mean(dim=2), keys[:, :, -quarter:].mean(dim=2)
-    steady = norm(keys).mean(dim=2).amax(dim=0)
+    norms = norm(keys)
+    usual = norms.median(dim=2, keepdim=True).values
+    spread = (norms - usual).abs().median(dim=2).values
+    usual = usual.squeeze(2)
+    steady = torch.where(spread < STEADY * usual, usual, 0.0).amax(dim=0)
     moved = norm(late - early)
     chance = norm(keys.std(dim=2)) * math.sqrt(2 / quarter)
     # The quarters' middles are three quarters of the tokens apart.

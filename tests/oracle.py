@@ -244,7 +244,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tuple[float, float]:
-    """How far from its centre a turning pair ``[batch, tokens]`` can come; how far it is in the mean from zero."""
+    """How far from its centre a turning pair ``[batch, tokens]`` can come; how far it steadily is from zero."""
     radius = max(math.hypot(a, b) for a, b in zip(x.flat, y.flat, strict=True))
     shown = max(math.hypot(a - centre[0], b - centre[1]) for a, b in zip(x.flat, y.flat, strict=True))
     quarter = x.shape[1] // 4
@@ -253,7 +253,10 @@ def pair_reach(x: np.ndarray, y: np.ndarray, centre: tuple[float, float]) -> tup
         late, early = (
             [math.fsum(z[part]) / quarter for z in (a, b)] for part in (slice(-quarter, None), slice(quarter))
         )
-        steady = max(steady, math.fsum(math.hypot(*pair) for pair in zip(a, b, strict=True)) / len(a))
+        norms = [math.hypot(*pair) for pair in zip(a, b, strict=True)]
+        usual = sorted(norms)[(len(norms) - 1) // 2]
+        if sorted(abs(x - usual) for x in norms)[(len(norms) - 1) // 2] < 0.04 * usual:
+            steady = max(steady, usual)
         step = [x - y for x, y in zip(late, early, strict=True)]
         chance = math.hypot(np.std(a, ddof=1), np.std(b, ddof=1)) * math.sqrt(2 / quarter)
         fastest = max(fastest, (math.hypot(*step) - 2.0 * chance) / 0.75)
@@ -279,7 +282,7 @@ def equalizing_vectors(
             centres = float(centre[h, a]), float(centre[h, b])
             x, y = (np.where(np.isfinite(keys[:, h, :, c]), keys[:, h, :, c], centre[h, c]) for c in (a, b))
             reach, steady = pair_reach(x, y, centres)
-            if steady > 16 * usual:
+            if steady > 5 * usual:
                 reached[a] = reached[b] = reach
         for d in range(dim):
             ratio = max(distances[d] / usual, EQUALIZER_LEAST) if usual else 1.0
