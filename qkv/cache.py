@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from qkv.config import CacheConfig
-from qkv.layers import QKVLayer, layer_like
+from qkv.layers import QKVLayer, layer_like, layer_nbytes
 from qkv.limits import Limits
 from qkv.rotary import rotary_of
 from qkv.saved import load, save
@@ -366,7 +366,7 @@ class QKVCache(DynamicCache):
 
         What is shared with forks, or lies in a mapped file, counts like everything else; see :func:`qkv.nbytes`.
         """
-        return sum(_nbytes(layer) for layer in self.layers)
+        return sum(layer_nbytes(layer) for layer in self.layers)
 
     def offloaded_bytes(self) -> int:
         """Of :meth:`nbytes`, those that lie in the file of ``on_full="offload"``."""
@@ -390,7 +390,7 @@ class QKVCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, QKVLayer):
                 row = {"layer": index, "key_format": "none", "value_format": "none", "granularity": None}
-                row |= {"tokens": _length(layer), "bytes": _nbytes(layer), "backend": "untouched"}
+                row |= {"tokens": _length(layer), "bytes": layer_nbytes(layer), "backend": "untouched"}
                 rows.append(row)
                 continue
             store = layer.store
@@ -440,14 +440,6 @@ def _checked_length(max_cache_len: int | None, config: Any) -> int | None:
     return max_cache_len
 
 
-def _nbytes(layer: Any) -> int:
-    """Bytes that a layer of any kind holds. The states of linear attention lie in dictionaries."""
-    states = [x for held in vars(layer).values() if isinstance(held, dict) for x in held.values()]
-    others = [] if isinstance(layer, QKVLayer) else vars(layer).values()
-    own: int = layer.nbytes() if isinstance(layer, QKVLayer) else 0
-    return own + sum(x.nbytes for x in (*states, *others) if isinstance(x, torch.Tensor))
-
-
 def nbytes(caches: Iterable[QKVCache]) -> int:
     """Bytes that caches hold together: what forks share counts once.
 
@@ -464,7 +456,7 @@ def nbytes(caches: Iterable[QKVCache]) -> int:
         for store in stores
         for x in store.tensors()
     }
-    beside = sum(_nbytes(layer) for layer in layers) - sum(store.nbytes() for store in stores)
+    beside = sum(layer_nbytes(layer) for layer in layers) - sum(store.nbytes() for store in stores)
     return beside + sum(storages.values())
 
 

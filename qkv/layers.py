@@ -399,6 +399,18 @@ class QKVSlidingLayer(QKVLayer):
             )
 
 
+def states_nbytes(layer: Any) -> int:
+    """Bytes that a layer of any kind holds beside our store. The states of linear attention lie in dictionaries."""
+    states = [x for held in vars(layer).values() if isinstance(held, dict) for x in held.values()]
+    others = [] if isinstance(layer, QKVLayer) else vars(layer).values()
+    return sum(x.nbytes for x in (*states, *others) if isinstance(x, torch.Tensor))
+
+
+def layer_nbytes(layer: Any) -> int:
+    """Bytes that a layer of any kind holds."""
+    return states_nbytes(layer) + (layer.nbytes() if isinstance(layer, QKVLayer) else 0)
+
+
 if TYPE_CHECKING:
 
     class _Both(QKVLayer, LinearAttentionLayer):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qkv.config import CacheConfig
-from qkv.layers import QKVLayer, QKVSlidingLayer
+from qkv.layers import QKVLayer, QKVSlidingLayer, layer_nbytes, states_nbytes
 from qkv.sinks import Sinks
 from qkv.spill import Spill
 from qkv.storage import SEGMENT_TOKENS, SMALL_SEGMENT_TOKENS, LayerStore
@@ -101,8 +101,8 @@ class Limits:
         total = 0
         counted: dict[Any, int] = {}
         for i, layer in enumerate(layers):
+            total += states_nbytes(layer)
             if not isinstance(layer, QKVLayer):
-                total += _others(layer)
                 continue
             # In a pass that has begun, some layers have their tokens already.
             more = n if layer.get_seq_length() <= held or i == index else 0
@@ -131,8 +131,8 @@ class Limits:
             counted: dict[Any, int] = {}
             result = 0
             for layer in layers:
+                result += states_nbytes(layer)
                 if not isinstance(layer, QKVLayer):
-                    result += _others(layer)
                     continue
                 key = _state(layer)
                 if key not in counted:
@@ -249,10 +249,4 @@ def _window_bytes(layer: QKVLayer, window: int, sizes: Sizes) -> int:
 
 
 def _bytes_of(layers: list[Any]) -> int:
-    return sum(layer.nbytes() if isinstance(layer, QKVLayer) else _others(layer) for layer in layers)
-
-
-def _others(layer: Any) -> int:
-    """Bytes of a layer that is not ours."""
-    states = [x for held in vars(layer).values() if isinstance(held, dict) for x in held.values()]
-    return sum(x.nbytes for x in (*states, *vars(layer).values()) if isinstance(x, torch.Tensor))
+    return sum(map(layer_nbytes, layers))
