@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -77,9 +78,32 @@ def _register() -> None:
         AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
 
 
-# Of the pass that is under way: for a kv_len, the q_len of the mask that attention_mask left out. Where transformers
-# itself leaves one out while keys are longer than queries (a static layout), the queries are the first tokens instead.
-_left_out: dict[int, int] = {}
+class _LeftOut(threading.local):
+    """Masks that :func:`attention_mask` left out in the pass that is under way.
+
+    A pass makes its masks and attends in one thread; models in other threads have their own.
+
+    Attributes:
+        queries: for a kv_len the q_len. Where transformers itself leaves a mask out while keys are longer than queries
+            (a static layout), the queries are the first tokens instead of the last ones: such are not in here.
+    """
+
+    def __init__(self) -> None:
+        self.queries: dict[int, int] = {}
+
+    def add(self, q_len: int, kv_len: int) -> None:
+        if len(self.queries) > 8:  # of passes that are over
+            self.queries.clear()
+        self.queries[kv_len] = q_len
+
+    def forget(self, kv_len: int) -> None:
+        self.queries.pop(kv_len, None)
+
+    def holds(self, q_len: int, kv_len: int) -> bool:
+        return self.queries.get(kv_len) == q_len
+
+
+_left_out = _LeftOut()
 
 
 def attention_mask(
@@ -103,13 +127,11 @@ def attention_mask(
     """
     plain = allow_is_causal_skip and (local_size is None or kv_length < local_size)
     if not torch.compiler.is_compiling():
-        _left_out.pop(kv_length, None)
+        _left_out.forget(kv_length)
         if plain and isinstance(q_offset, int) and q_length > 1 and kv_offset + kv_length == q_offset + q_length:
             seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
             if seen is None or (seen.dim() == 2 and seen.shape[1] == kv_length and bool(seen.all())):
-                if len(_left_out) > 8:  # of passes that are over
-                    _left_out.clear()
-                _left_out[kv_length] = q_length
+                _left_out.add(q_length, kv_length)
                 return None
     return sdpa_mask(
         batch_size=batch_size,
@@ -166,7 +188,7 @@ def attention_forward(
     if view is None and not isinstance(key, GraphTensor):
         q_len, kv_len = query.shape[2], key.shape[2]
         short = attention_mask is None and causal and 1 < q_len < kv_len and not torch.compiler.is_compiling()
-        if short and _left_out.get(kv_len) == q_len:
+        if short and _left_out.holds(q_len, kv_len):
             # torch's own attention would let the first query see the first token only.
             attention_mask = dense.causal_mask(q_len, kv_len, query.device)
         if softcap is None and s_aux is None:
