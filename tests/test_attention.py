@@ -253,8 +253,9 @@ def assert_all_close(data: Data, view: KVView, **how: Any) -> None:
         wanted.check(backend)
 
 
+@pytest.mark.parametrize("kind", [None, "boolean", "additive"])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("sizes", [(300,), (70, 1, 130), (129, 2, 300)], ids=str)
+@pytest.mark.parametrize("sizes", [(300,), (70, 1, 130), (129, 2, 300), (200, 60, 60, 30)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -266,9 +267,9 @@ def assert_all_close(data: Data, view: KVView, **how: Any) -> None:
     ids=str,
 )
 def test_a_long_prompt_of_which_some_tokens_are_seen_exactly_equals_the_short_way(
-    options: dict[str, Any], sizes: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], sizes: tuple[int, ...], sinks: bool, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece with what all queries see as stored apart, against one mask over stored and exact tokens."""
+    """In tiles and pieces, with what all queries see as stored apart, against one mask over stored and exact tokens."""
     data = random_data(Shape(2, 2, 3, sum(sizes), sum(sizes), 64, 64))
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1)) if sinks else None
     changes = {name: value for name, value in options.items() if name != "format"}
@@ -281,13 +282,27 @@ def test_a_long_prompt_of_which_some_tokens_are_seen_exactly_equals_the_short_wa
         if size <= MAX_QUERIES:
             continue
         late_passes += view.late is not None
+        mask = None if kind is None else padded_mask(kind, size, done)
         found = []
-        for tile in (10**6, 0):
+        for tile in (10**6, 64):
             monkeypatch.setattr(tiled, "TILE", tile)
-            assert tiled.serves_late(view, None, True) == (tile == 0 and view.late is not None)
-            found.append(attention(query, view, sinks=logits))
+            short = kind is None or (done > 2 * tile and size <= tile)
+            assert tiled.serves_late(query, view, mask, True) == (tile == 64 and view.late is not None and short)
+            found.append(attention(query, view, mask, sinks=logits))
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
     assert late_passes
+
+
+def padded_mask(kind: str, q_len: int, kv_len: int) -> torch.Tensor:
+    """``[2, 1, q_len, kv_len]``: row 1 is padded in front, its first query sees nothing, and some see later tokens."""
+    seen = torch.ones(2, 1, q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    seen[..., kv_len - 12 : kv_len - 6] |= torch.arange(q_len).unsqueeze(1) >= q_len - 12
+    seen[1, :, :, :40] = False
+    seen[1, :, 0] = False
+    if kind == "boolean":
+        return seen
+    bias = torch.randn(2, 1, q_len, kv_len, generator=torch.Generator().manual_seed(2))
+    return bias.masked_fill(~seen, -torch.inf)
 
 
 # ---- formats, types, shapes ----------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def attention(
         out = tiled.attend_view(query, view, mask, scale, causal, softcap, sinks)
         if out is not None:
             return out
-    if served == "dense" and tiled.serves_late(view, mask, causal):
-        out = tiled.attend_late(query, view, scale, softcap, sinks)
+    if served == "dense" and tiled.serves_late(query, view, mask, causal):
+        out = tiled.attend_late(query, view, mask, scale, softcap, sinks)
         if out is not None:
             return out
     if served == "dense":

@@ -63,7 +63,15 @@ def _used_columns(allowed: torch.Tensor) -> slice:
     return slice(int(used[0]), int(used[-1]) + 1) if used.numel() else slice(0, 1)
 
 
-def late_mask(view: KVView, mask: torch.Tensor | None, q_len: int, start: int, rows: int, causal: bool) -> torch.Tensor:
+def late_mask(
+    view: KVView,
+    mask: torch.Tensor | None,
+    q_len: int,
+    start: int,
+    rows: int,
+    causal: bool,
+    columns: tuple[int, int] | None = None,
+) -> torch.Tensor:
     """The mask over the stored tokens followed by the exact copies in ``view.late``.
 
     Every query sees each token once: as stored, or exactly.
@@ -74,27 +82,39 @@ def late_mask(view: KVView, mask: torch.Tensor | None, q_len: int, start: int, r
         q_len: queries of the whole pass; the last one is at the last position.
         start, rows: the queries to make the mask for.
         causal: whether a query sees only positions up to its own (where ``mask`` is None).
+        columns: the first of the tokens shown that the mask is about, and the one behind the last; None: all.
 
     Returns:
-        ``[batch or 1, heads or 1, rows, length + late tokens]``, of the kind that ``mask`` has, boolean for None.
+        ``[batch or 1, heads or 1, rows, tokens + late tokens]``, of those in ``columns``, of the kind that ``mask``
+        has, boolean for None.
     """
     late = view.late
     if late is None:
         raise ValueError("late_mask is for a view with exact copies")
+    low, high = columns if columns is not None else (0, view.length)
     end = view.first + view.length
     query = torch.arange(start, start + rows, device=view.device).unsqueeze(1) + (end - q_len)
-    key = torch.arange(view.first, end, device=view.device)
-    span = slice(late.first - view.first, late.first - view.first + late.segment.length)
-    stored = torch.ones(rows, view.length, dtype=torch.bool, device=view.device)
+    key = torch.arange(view.first + low, view.first + high, device=view.device)
+    copied = late_columns(view, low, high)
+    span = slice(copied.start - low, copied.stop - low)
+    stored = torch.ones(rows, high - low, dtype=torch.bool, device=view.device)
     stored[:, span] = late.stored(query, key[span])
     exact = ~stored[:, span]
     if mask is None:
         seen = key <= query if causal else torch.ones_like(stored)
         return torch.cat([seen & stored, seen[:, span] & exact], dim=1)[None, None]
-    part = mask[:, :, start : start + rows]
+    part = mask[:, :, start : start + rows, low:high]
     if mask.dtype == torch.bool:
         return torch.cat([part & stored, part[..., span] & exact], dim=-1)
     return torch.cat([part.masked_fill(~stored, -torch.inf), part[..., span].masked_fill(~exact, -torch.inf)], dim=-1)
+
+
+def late_columns(view: KVView, low: int, high: int) -> slice:
+    """Those of the tokens shown from ``low`` to ``high`` of which ``view.late`` has exact copies; maybe none."""
+    assert view.late is not None
+    first = view.late.first - view.first
+    begin = min(max(first, low), high)
+    return slice(begin, max(begin, min(first + view.late.segment.length, high)))
 
 
 def attend(

@@ -1,15 +1,18 @@
 """Attention of a prompt over many stored tokens, decoded a tile at a time, so that what it takes has a bound.
 
 Each tile gives its own softmax and the logarithm of its sum, and the results are merged by these (Dao 2023, arXiv
-2307.08691). Without a mask torch's blocked kernel does the tiles; with one, plain torch does, a piece of the queries at
-a time.
+2307.08691). torch's blocked kernel does the tiles where it can, elsewhere plain torch does, a piece of the queries at a
+time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from qkv.attention.dense import PIECE, causal_mask, with_mask
+from qkv.attention.dense import PIECE, causal_mask, late_columns, late_mask, with_mask
 from qkv.view import KVView
 
 # Tokens that are decoded at once; up to twice as many are left to torch's attention in one piece.
@@ -36,48 +39,49 @@ def attend_view(
 
     None where a number is not finite, which merging would spread: to be done in another way.
     """
-    batch, heads, q_len, _ = query.shape
-    kv_len, value_dim = view.length, view.shape[3]
-    total = torch.zeros(batch, heads, q_len, value_dim, dtype=torch.float32, device=query.device)
-    log_sum = torch.full((batch, heads, q_len), -torch.inf, dtype=torch.float32, device=query.device)
-    if sinks is not None:
-        log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
+    q_len, kv_len = query.shape[2], view.length
+    total, log_sum = _nothing_seen(query, view, sinks)
     # Without a mask all queries see all of what was there before them, and the last tile is their own tokens.
     own = kv_len - q_len if causal and mask is None else kv_len
-    at = [*range(0, own, TILE), *([own] if own < kv_len else [])]
-    for start, end in zip(at, [*at[1:], kv_len], strict=True):
-        keys, values = view.decode(query.dtype, start, end)
+    _take_tiles(total, log_sum, query, view, mask, own, softmax_scale, softcap)
+    if own < kv_len:
+        keys, values = view.decode(query.dtype, own)
         for first in range(0, q_len, PIECE):
             rows = slice(first, first + PIECE)
-            allowed = mask[:, :, rows, start:end] if mask is not None else None
-            if start == own:
-                allowed = causal_mask(q_len, q_len, query.device)[:, :, rows]
-            out, sums = _tile(query[:, :, rows], keys, values, allowed, softmax_scale, softcap)
-            _merge(total[:, :, rows], log_sum[:, :, rows], out, sums)
+            allowed = causal_mask(q_len, q_len, query.device)[:, :, rows]
+            tile = _tile(query[:, :, rows], keys, values, allowed, softmax_scale, softcap)
+            _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
     if not bool(total.isfinite().all()):
         return None
     return total.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def serves_late(view: KVView, mask: torch.Tensor | None, causal: bool) -> bool:
-    """Whether the pass is a long prompt without a mask, of which queries see a group or a window exactly.
+def serves_late(query: torch.Tensor, view: KVView, mask: torch.Tensor | None, causal: bool) -> bool:
+    """Whether the pass is over a long prompt, or a piece of one, of which queries see a group or a window exactly.
 
-    In a short one the masks are small, and what torch's blocked kernel takes for itself counts.
+    In a short one the masks are small, and what torch's blocked kernel takes for itself counts. With a mask of the
+    model's only pieces are served: it is as large as a mask over the stored tokens anyway.
     """
     late = view.late
-    if late is None or mask is not None or not causal or view.length <= TILE:
+    if late is None or (late.group == 1 and late.residual_length == 0):
         return False
-    return late.group > 1 or late.residual_length > 0
+    if mask is None:
+        return causal and view.length > TILE
+    return view.length > 2 * TILE and query.shape[2] <= TILE
 
 
 def attend_late(
     query: torch.Tensor,
     view: KVView,
+    mask: torch.Tensor | None,
     softmax_scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Causal attention over a view with exact copies: what all queries of a piece see as stored needs no mask.
+    """Attention over a view with exact copies, causal where there is no mask.
+
+    What all queries see as stored is decoded a tile at a time. What comes behind, the tokens of the pass and those that
+    waited for them, is decoded once, and attended to by a piece of the queries at a time.
 
     None where a number is not finite, as :func:`attend_view`.
     """
@@ -85,47 +89,126 @@ def attend_late(
     assert late is not None
     batch, heads, q_len, _ = query.shape
     out = query.new_empty(batch, q_len, heads, view.shape[3])
-    keys, values = view.decode(query.dtype)
-    exact_keys, exact_values = (plane.codes.to(query.dtype) for plane in late.segment.planes())
-    # Positions of the pass: pieces end at multiples of LATE_PIECE, so that groups end there too.
-    start, end = view.first + view.length - q_len, view.first + view.length
-    first = start
-    while first < end:
-        last = min((first // LATE_PIECE + 1) * LATE_PIECE, end)
-        rows = slice(first - start, last - start)
+    start = view.first + view.length - q_len  # position of the first query
+    tiled = _seen_as_stored(view, start)
+    totals = None
+    if tiled > TILE:
+        totals = _nothing_seen(query, view, sinks)
+        _take_tiles(*totals, query, view, mask, tiled, softmax_scale, softcap)
+    else:  # with the rest, which is cheaper
+        tiled = 0
+    rest = _Rest.of(view, tiled, query.dtype)
+    first = 0
+    while first < q_len:
+        # Pieces end at positions that are multiples of LATE_PIECE, so that groups end there too.
+        rows = slice(first, min((start + first) // LATE_PIECE * LATE_PIECE + LATE_PIECE - start, q_len))
         part = query[:, :, rows]
-        total = torch.zeros(batch, heads, last - first, view.shape[3], dtype=torch.float32, device=query.device)
-        log_sum = torch.full((batch, heads, last - first), -torch.inf, dtype=torch.float32, device=query.device)
-        if sinks is not None:
-            log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
-        # Before this token all queries of the piece see what is stored.
-        whole = (first + 1 - late.residual_length) // late.group * late.group if first + 1 >= late.warm else 0
-        common = min(max(whole, late.first, view.first), first + 1)
-        if common > view.first:
-            seen = slice(0, common - view.first)
-            tile = _tile(part, keys[:, :, seen], values[:, :, seen], None, softmax_scale, softcap)
-            _merge(total, log_sum, *tile)
-        if common < last:
-            at = torch.arange(common, last, device=query.device)
-            asking = torch.arange(first, last, device=query.device).unsqueeze(1)
-            copied = slice(max(late.first - common, 0), max(late.first + late.segment.length - common, 0))
-            stored = at <= asking
-            exact = stored[:, copied] & ~late.stored(asking, at[copied])
-            stored[:, copied] &= ~exact
-            here = slice(common - view.first, last - view.first)
-            copies = slice(max(common - late.first, 0), max(last - late.first, 0))
-            both = [
-                torch.cat([x[:, :, here], y[:, :, copies]], dim=2)
-                for x, y in ((keys, exact_keys), (values, exact_values))
-            ]
-            allowed = torch.cat([stored, exact], dim=1)[None, None]
-            tile = _tile(part, both[0], both[1], allowed, softmax_scale, softcap)
-            _merge(total, log_sum, *tile)
+        total, log_sum = _nothing_seen(part, view, sinks) if totals is None else (x[:, :, rows] for x in totals)
+        for keys, values, allowed in rest.tiles(mask, q_len, rows):
+            _merge(total, log_sum, *_tile(part, keys, values, allowed, softmax_scale, softcap))
         if not bool(total.isfinite().all()):
             return None
         out[:, rows] = total.transpose(1, 2)
-        first = last
+        first = rows.stop
     return out
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The tokens behind those that all queries of a pass see as stored.
+
+    Attributes:
+        view: with ``late`` set.
+        begin: the first of the tokens shown that is one of them.
+        stored: keys and values ``[batch, kv_heads, view.length - begin, dim]``, decoded.
+        exact: keys and values of ``view.late``, ``[batch, kv_heads, late tokens, dim]``.
+    """
+
+    view: KVView
+    begin: int
+    stored: tuple[torch.Tensor, torch.Tensor]
+    exact: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, view: KVView, begin: int, dtype: torch.dtype) -> _Rest:
+        """The tokens shown from ``begin`` on."""
+        assert view.late is not None
+        keys, values = (plane.codes.to(dtype) for plane in view.late.segment.planes())
+        return cls(view, begin, view.decode(dtype, begin), (keys, values))
+
+    def tiles(
+        self, mask: torch.Tensor | None, q_len: int, rows: slice
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Keys, values and masks for the queries ``rows`` of ``q_len``: what they all see as stored, and the others."""
+        view, late = self.view, self.view.late
+        assert late is not None
+        asking = view.length - q_len + rows.start
+        common = max(_seen_as_stored(view, view.first + asking), self.begin)
+        if common > self.begin:
+            seen = slice(0, common - self.begin)
+            yield self.stored[0][:, :, seen], self.stored[1][:, :, seen], _part(mask, rows, self.begin, common)
+        # A mask may let queries see tokens behind them.
+        last = view.length - q_len + rows.stop if mask is None else view.length
+        if common < last:
+            here = slice(common - self.begin, last - self.begin)
+            of_late = late_columns(view, common, last)
+            offset = view.first - late.first
+            copies = slice(of_late.start + offset, of_late.stop + offset)
+            keys, values = (
+                torch.cat([stored[:, :, here], exact[:, :, copies]], dim=2)
+                for stored, exact in zip(self.stored, self.exact, strict=True)
+            )
+            yield keys, values, late_mask(view, mask, q_len, rows.start, rows.stop - rows.start, True, (common, last))
+
+
+def _seen_as_stored(view: KVView, query: int) -> int:
+    """How many of the tokens shown the query at a position, and all behind it, see as stored, if they see them."""
+    late = view.late
+    assert late is not None
+    encoded = (query + 1 - late.residual_length) // late.group * late.group if query + 1 >= late.warm else 0
+    return min(max(encoded, late.first, view.first), query + 1) - view.first
+
+
+def _nothing_seen(query: torch.Tensor, view: KVView, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What tiles are merged into: zeros ``[batch, heads, q_len, value_dim]``, and the logarithms of empty sums."""
+    batch, heads, q_len, _ = query.shape
+    total = torch.zeros(batch, heads, q_len, view.shape[3], dtype=torch.float32, device=query.device)
+    log_sum = torch.full((batch, heads, q_len), -torch.inf, dtype=torch.float32, device=query.device)
+    if sinks is not None:
+        log_sum = sinks.float().view(1, -1, 1).expand_as(log_sum).clone()
+    return total, log_sum
+
+
+def _take_tiles(
+    total: torch.Tensor,
+    log_sum: torch.Tensor,
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    count: int,
+    softmax_scale: float,
+    softcap: float | None,
+) -> None:
+    """Merges the first ``count`` of the tokens shown, which all queries see unless a mask says otherwise."""
+    for start in range(0, count, TILE):
+        end = min(start + TILE, count)
+        keys, values = view.decode(query.dtype, start, end)
+        for first in range(0, query.shape[2], PIECE):
+            rows = slice(first, first + PIECE)
+            tile = _tile(query[:, :, rows], keys, values, _part(mask, rows, start, end), softmax_scale, softcap)
+            _merge(total[:, :, rows], log_sum[:, :, rows], *tile)
+
+
+def _part(mask: torch.Tensor | None, rows: slice, start: int, end: int) -> torch.Tensor | None:
+    """The mask of some rows for the tokens shown from ``start`` to ``end``; None where it changes nothing.
+
+    That is so for most tiles of a padded batch, which the blocked kernel can then do.
+    """
+    if mask is None:
+        return None
+    part = mask[:, :, rows, start:end]
+    changes = ~part if part.dtype == torch.bool else part
+    return part if bool(changes.any()) else None
 
 
 def _tile(
@@ -138,11 +221,14 @@ def _tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a tile alone gives, ``[batch, heads, rows, value_dim]``, and the logarithm of the sum of its softmax."""
     batch, heads, rows, dim = query.shape
-    if allowed is None and softcap is None and dim == values.shape[3] and query.device.type == "cpu":
-        # All rows see all tokens, so that the heads that share keys can be rows of one head.
+    if softcap is None and dim == values.shape[3] and query.device.type == "cpu":
+        # No row's mask comes from its place, so that the heads that share keys can be rows of one head.
+        bias = None if allowed is None else _bias(allowed, heads // keys.shape[1], query.dtype)
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query.reshape(batch, keys.shape[1], -1, dim), keys, values, scale=softmax_scale
+            query.reshape(batch, keys.shape[1], -1, dim), keys, values, attn_mask=bias, scale=softmax_scale
         )
+        if bias is not None:  # torch gives zeros, and 0 for the logarithm, where a row sees nothing
+            sums = sums.masked_fill((bias == -torch.inf).all(dim=-1), -torch.inf)
         return out.reshape(batch, heads, rows, -1).float(), sums.reshape(batch, heads, rows)
     grouped = query.reshape(batch, keys.shape[1], -1, dim)
     scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, rows, -1).float() * softmax_scale
@@ -154,6 +240,16 @@ def _tile(
     weights = torch.exp(scores - torch.where(sums == -torch.inf, 0.0, sums).unsqueeze(-1)).to(values.dtype)
     out = weights.view(batch, keys.shape[1], -1, keys.shape[2]) @ values
     return out.view(batch, heads, rows, -1).float(), sums
+
+
+def _bias(allowed: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as an additive one ``[batch or 1, kv_heads or 1, group * rows, tokens]``: heads are rows of one head."""
+    if allowed.dtype == torch.bool:
+        allowed = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
+    batch, heads, rows, tokens = allowed.shape
+    if heads == 1:
+        return allowed.to(dtype).repeat(1, 1, group, 1)
+    return allowed.to(dtype).reshape(batch, heads // group, group * rows, tokens)
 
 
 def _merge(total: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
