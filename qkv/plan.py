@@ -10,18 +10,25 @@ times what a segment brings.
 What a plan cannot know are numbers. With a scale per head that is not given, it takes it that no later token exceeds
 the scale of the first ones: each time one does, the segment before it is cut short and a new one begins. Sizes are
 those on a CPU; elsewhere a segment of one-byte keys may be a few tokens smaller. And they are those between two passes:
-in the pass of a prompt, all of it is held, in layers with a sliding window too.
+in the pass of a prompt, all of it is held, in layers with a window too.
+
+What a cache does when it is full (``max_tokens``, ``max_bytes``, ``on_full``) is decided by the code that decides it
+for a cache: the length of a window by its :class:`qkv.limits.Limits`, what moves to a file by a
+:class:`qkv.spill.Spill` that writes nothing.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
 from dataclasses import astuple, dataclass
+from itertools import count
 from math import lcm
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,11 +45,14 @@ from transformers import (
 
 from qkv.cache import QKVCache
 from qkv.config import CacheConfig
-from qkv.layers import QKVLayer, QKVSlidingLayer
+from qkv.layers import ATTENTION_NAME, QKVLayer, QKVSlidingLayer
 from qkv.models import EMBEDDED, check_dtype, find_model
 from qkv.named_caches import as_argument
+from qkv.planes import Segment
 from qkv.shapes import SHAPES
-from qkv.storage import LARGE_STORE_TOKENS, SEGMENT_TOKENS
+from qkv.spill import _ALIGNMENT, Spill, _Mapped, _nbytes
+from qkv.storage import LARGE_STORE_TOKENS, SEGMENT_TOKENS, LayerStore
+from qkv.window import QKVWindowLayer
 
 # Bytes of one weight, scales of quantized ones not counted.
 WEIGHT_BYTES = {
@@ -61,6 +71,9 @@ _MOST_TOKENS, _MOST_ROWS = 1 << 30, 1 << 20
 _ROWS, _TOKENS = 2, 4
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+# A configuration of a model whose attention is qkv's: what a layer hands out is not decoded then, and windows take
+# several sequences.
+_FUSED = SimpleNamespace(_attn_implementation=ATTENTION_NAME)
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]i?|)B?", re.IGNORECASE)
 
 
@@ -126,15 +139,19 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def make(self, layer: Any, rows: int, tokens: int) -> None:
-        """Calls the method of ``layer`` with tensors for that many rows and tokens, on the meta device."""
+    def made(self, rows: int, tokens: int) -> list[torch.Tensor]:
+        """The tensors for that many rows and tokens, on the meta device."""
         made = []
         for shape, dtype in self.tensors:
             sizes = [shape[0] // _ROWS * rows, *shape[1:]]
             if self.tokens_at is not None:
                 sizes[self.tokens_at] = tokens
             made.append(torch.empty(sizes, dtype=dtype, device="meta"))
-        getattr(layer, self.method)(*made, *self.args, **dict(self.kwargs))
+        return made
+
+    def make(self, layer: Any, rows: int, tokens: int) -> None:
+        """Calls the method of ``layer`` with tensors for that many rows and tokens."""
+        getattr(layer, self.method)(*self.made(rows, tokens), *self.args, **dict(self.kwargs))
 
 
 class _Recorder(DynamicCache):
@@ -302,18 +319,42 @@ class Size:
         stored: bytes that a decoding step reads: of the tokens held, without spare room, and those states.
         bits: bits of the tokens held in layers that qkv stores.
         values: numbers held there.
+        states: of ``allocated``, bytes that are not in a store of qkv.
+        movable: of ``allocated``, bytes of full segments, which ``on_full="offload"`` can move to its file.
+        doubtful: bytes that ``max_bytes`` counts on top, since numbers decide whether they are needed.
     """
 
     allocated: int = 0
     stored: int = 0
     bits: int = 0
     values: int = 0
+    states: int = 0
+    movable: int = 0
+    doubtful: int = 0
 
     def __add__(self, other: Size) -> Size:
         return Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: int) -> Size:
         return Size(*(a * times for a in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the bytes of a cache are.
+
+    Attributes:
+        memory: bytes in memory.
+        file: bytes in the file of ``on_full="offload"``, as ``QKVCache.offloaded_bytes()`` counts them: in whole pages.
+        reading: bytes in memory while the layer is read of which most lies in the file.
+    """
+
+    memory: int
+    file: int
+    reading: int
+
+    def __add__(self, other: Places) -> Places:
+        return Places(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class CachePlan:
@@ -324,7 +365,10 @@ class CachePlan:
         cache: what the cache is to be: the name of a format or set-up, the path of a YAML file, a
             :class:`qkv.CacheConfig`.
         max_cache_len: of a static layout: tokens that may come at most; None: it grows.
-        options: as :class:`qkv.QKVCache` takes them.
+        options: as :class:`qkv.QKVCache` takes them, ``max_tokens``, ``max_bytes`` and ``on_full`` among them.
+
+    Attributes:
+        config: the :class:`qkv.CacheConfig` of the cache.
 
     Raises:
         ValueError: as :class:`qkv.QKVCache`.
@@ -338,15 +382,15 @@ class CachePlan:
         if shape.cross_calls is not None:
             parts.append((shape.cross_calls, None))
         self._parts = [
-            _layer_groups(QKVCache(shape.config, cache, max_cache_len=length, **options), calls)
-            for calls, length in parts
+            _Part(QKVCache(shape.config, cache, max_cache_len=length, **options), calls) for calls, length in parts
         ]
+        self.config = self._parts[0].config
 
     def size(self, context: int, batch: int = 1, steps: int = 0, encoder_tokens: int = 0) -> Size:
         """The size of the cache of ``batch`` sequences of ``context`` tokens.
 
         Args:
-            context: tokens in all, at least 1.
+            context: tokens in all that come, at least 1.
             batch: sequences, at least 1.
             steps: how many of the tokens come one by one behind the others, which come in one pass. It changes how
                 much spare room there is: segments are as long as is fit when they begin.
@@ -354,41 +398,196 @@ class CachePlan:
                 (Whisper), or as many as ``context``.
 
         Raises:
-            ValueError: numbers out of range; a format that does not go with the model's heads.
+            ValueError: numbers out of range; a format that does not go with the model's heads; of a cache with
+                ``on_full="window"``, too few bytes for any window, or more tokens than a table of positions has. Tokens
+                that another cache would refuse raise nothing, see :meth:`fits`.
         """
+        passes = self._passes(context, batch, steps, encoder_tokens)
+        sizes = (part.size(prompt, more, batch) for part, prompt, more in passes)
+        return sum(sizes, start=Size())
+
+    def nbytes(self, context: int, batch: int = 1, **more: int) -> int:
+        """Bytes that the cache takes, see :meth:`size`: ``QKVCache.nbytes()``, and the states of linear attention."""
+        return self.size(context, batch, **more).allocated
+
+    def places(self, context: int, batch: int = 1, steps: int = 0, encoder_tokens: int = 0) -> Places:
+        """Where the bytes are after all passes, with the arguments of :meth:`size`.
+
+        Without ``on_full="offload"`` all are in memory. With it the time that this takes grows with ``context``.
+
+        Raises:
+            ValueError: as :meth:`size`.
+        """
+        if self.config.on_full != "offload":
+            held = self.nbytes(context, batch, steps=steps, encoder_tokens=encoder_tokens)
+            return Places(held, 0, held)
+        passes = self._passes(context, batch, steps, encoder_tokens)
+        return sum((part.places(prompt, more, batch) for part, prompt, more in passes), start=Places(0, 0, 0))
+
+    def fits(self, context: int, batch: int = 1, free: int | None = None) -> bool:
+        """Whether a cache takes so many tokens, and where ``free`` is given, in that many bytes of memory.
+
+        What is read of a file comes into memory a layer at a time: with ``on_full="offload"`` each has to have room
+        beside what of the others can not be moved.
+
+        A group of tokens that is not full yet takes more than it will then: a cache whose limit is just enough for full
+        groups can refuse a few tokens less.
+
+        Args:
+            context, batch: as :meth:`size`; all tokens come in one pass.
+            free: bytes of memory; None: not known.
+
+        Raises:
+            ValueError: as :meth:`size`, but for a window that is too small, or a table of positions: such do not fit.
+        """
+        config = self.config
+        kept = config.on_full in (None, "error")
+        if kept and config.max_tokens is not None and context > config.max_tokens:
+            return False
+        try:
+            needed = [part.needed(prompt, batch) for part, prompt, _ in self._passes(context, batch, 0, 0)]
+        except ValueError:
+            if config.on_full == "window":
+                return False
+            raise
+        return None not in needed and (free is None or sum(n or 0 for n in needed) <= free)
+
+    def window(self, batch: int = 1) -> int | None:
+        """Tokens of each sequence that stay, the first ones included; None: nothing leaves layers of full attention.
+
+        Raises:
+            ValueError: as :meth:`size`.
+        """
+        for group in self._parts[0].groups(batch):
+            if isinstance(group.layer, QKVWindowLayer):
+                return group.layer.window + group.layer.sinks.count
+        return None
+
+    @property
+    def period(self) -> int:
+        """Tokens after which the same happens again, in a context of many."""
+        return lcm(*(group.period for part in self._parts for group in part.groups(1)))
+
+    def _passes(self, context: int, batch: int, steps: int, encoder_tokens: int) -> Iterator[tuple[_Part, int, int]]:
+        """Each part with the tokens of its first pass, and the number of steps behind it."""
         for name, value, least in (("context", context, 1), ("batch", batch, 1), ("steps", steps, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if steps > context:
             raise ValueError(f"steps={steps} are more than the {context} tokens of the context")
         encoder_tokens = encoder_tokens or getattr(self.shape.config, "max_source_positions", None) or context
-        total = Size()
         # Of attention to an encoder there is a second part.
-        for part, prompt, more in zip(self._parts, (context - steps, encoder_tokens), (steps, 0), strict=False):
-            for group in part:
-                total += group.size(prompt, more, batch) * group.count
-        return total
+        return zip(self._parts, (context - steps, encoder_tokens), (steps, 0), strict=False)
 
-    def nbytes(self, context: int, batch: int = 1, **more: int) -> int:
-        """Bytes that the cache takes, see :meth:`size`: ``QKVCache.nbytes()``, and the states of linear attention."""
-        return self.size(context, batch, **more).allocated
 
-    @property
-    def period(self) -> int:
-        """Tokens after which the same happens again, in a context of many."""
-        return lcm(*(group.period for part in self._parts for group in part))
+class _Part:
+    """One cache of a model: an encoder-decoder has two.
+
+    Args:
+        cache: new; it stays empty.
+        calls: for each layer with a cache, what is handed to it.
+    """
+
+    def __init__(self, cache: QKVCache, calls: dict[int, tuple[Call, ...]]):
+        self._cache, self._calls = cache, calls
+        self.config = cache.config
+        self._known: dict[int, list[_Group]] = {}
+
+    def groups(self, batch: int) -> list[_Group]:
+        """The layers, those that store alike together. How many tokens ``max_bytes`` are depends on the batch."""
+        by_bytes = self.config.on_full == "window" and self.config.max_bytes is not None
+        key = batch if by_bytes else 0
+        if key not in self._known:
+            cache = deepcopy(self._cache)
+            window = self._window(batch) if by_bytes else None
+            for layer in cache.layers:
+                if window is not None and isinstance(layer, QKVWindowLayer):
+                    layer.set_window(window)
+            self._known[key] = _layer_groups(cache, self._calls)
+        return self._known[key]
+
+    def _window(self, batch: int) -> int | None:
+        """Tokens behind the first ones that ``max_bytes`` let stay: asked of a cache that is about to take some."""
+        cache = deepcopy(self._cache)
+        for index, handed in self._calls.items():
+            layer = cache.layers[index]
+            for call in handed:
+                if isinstance(layer, QKVWindowLayer):
+                    assert cache._limits is not None
+                    keys, values = call.made(batch, 1)
+                    cache._limits.check(cache.layers, index, keys, values)
+                    return layer.window
+                if call.tokens_at is None:  # states that are there by then take a share of the bytes
+                    call.make(layer, batch, 1)
+        return None
+
+    def size(self, prompt: int, steps: int, batch: int) -> Size:
+        """The size after a pass of ``prompt`` tokens and single steps."""
+        sizes = (group.size(prompt, steps, batch) * group.count for group in self.groups(batch))
+        return sum(sizes, start=Size())
+
+    def needed(self, prompt: int, batch: int) -> int | None:
+        """Bytes of memory for a pass of ``prompt`` tokens; None: the limits do not let that many come."""
+        size, limit = self.size(prompt, 0, batch), self.config.max_bytes
+        if limit is None or self.config.on_full == "window":
+            return size.allocated
+        if self.config.on_full != "offload":
+            return size.allocated if size.allocated + size.doubtful <= limit else None
+        stored = size.allocated - size.states
+        if stored <= limit:
+            return size.allocated
+        alone = [group.size(prompt, 0, batch) for group in self.groups(batch)]
+        most = max(x.movable for x in alone)
+        return size.states + limit if stored - size.movable + most <= limit else None
+
+    def places(self, prompt: int, steps: int, batch: int) -> Places:
+        """Where the bytes are with ``on_full="offload"``: every layer makes room after it has taken its tokens."""
+        limit, spill = self.config.max_bytes, _Unwritten()
+        assert limit is not None
+        of = {index: group for group in self.groups(batch) for index in group.indices}
+        stores = {i: layer.store for i, layer in enumerate(self._cache.layers) if isinstance(layer, QKVLayer)}
+        running = {id(group): group.passes(prompt, steps, batch) for group in of.values()}
+        versions = count(0, 2)  # making room adds one
+        for _ in range((prompt > 0) + steps):
+            layers = {key: next(run) for key, run in running.items()}
+            for index, group in sorted(of.items(), key=lambda pair: pair[0]):
+                layer = layers[id(group)]
+                if not isinstance(layer, QKVLayer):
+                    continue
+                # Layers of a group go on at different times: each has the store as it is when its turn comes.
+                stores[index] = copy(layer.store)
+                stores[index].version = next(versions)
+                spill.make_room(list(stores.items()), index, limit)
+                spill._count(index, stores[index])
+        held = self.size(prompt, steps, batch).allocated
+        filed = [spill._count(index, store)[1] for index, store in stores.items()]
+        return Places(held - sum(filed), spill.nbytes, held - sum(filed) + max(filed, default=0))
+
+
+class _Unwritten(Spill):
+    """Decides as the file of a cache does, and writes nothing."""
+
+    def rest(self) -> None:
+        self._read = None
+
+    def _move(self, segment: Segment) -> _Mapped:
+        tensors = (tensor for plane in segment.planes() for tensor in plane.tensors())
+        size = sum(-(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return _Mapped(segment, segment.key.codes, None, size)  # type: ignore[arg-type]  # nothing is read there
 
 
 class _Group:
     """Layers of one model that store alike, of which one is planned.
 
     Attributes:
-        count: how many there are.
+        layer: one of them, empty.
+        indices: which they are.
         period: tokens after which the same happens again.
     """
 
-    def __init__(self, layer: Any, calls: tuple[Call, ...], count: int = 1):
-        self._layer, self._calls, self.count = layer, calls, count
+    def __init__(self, layer: Any, calls: tuple[Call, ...], index: int):
+        self.layer, self._calls, self.indices = layer, calls, [index]
         self.period = SEGMENT_TOKENS
         self._even = 0  # tokens from which on sizes grow evenly
         self._known: dict[tuple[int, int, int], Size] = {}
@@ -403,6 +602,15 @@ class _Group:
         self._even += (getattr(layer, "sliding_window", None) or 0) + 2 * self.period
         if store is not None and store.capacity is not None and not isinstance(layer, QKVSlidingLayer):
             self._even = store.capacity  # one segment for all: nothing to be gained
+        if isinstance(layer, QKVWindowLayer):
+            self._even += layer.window + layer.sinks.count
+            if layer.positions is not None:
+                self._even = layer.positions  # more are refused
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.indices)
 
     def size(self, prompt: int, steps: int, batch: int) -> Size:
         over = max(0, prompt - self._even) // self.period
@@ -415,23 +623,59 @@ class _Group:
     def _measured(self, prompt: int, steps: int, batch: int) -> Size:
         key = (prompt, steps, batch)
         if key not in self._known:
-            self._known[key] = self._measure(prompt, steps, batch)
+            *_, layer = self.passes(prompt, steps, batch)
+            self._known[key] = _size_of(layer)
         return self._known[key]
 
-    def _measure(self, prompt: int, steps: int, batch: int) -> Size:
-        layer = deepcopy(self._layer)
-        for call in self._calls if prompt else ():
-            call.make(layer, batch, prompt)
+    def passes(self, prompt: int, steps: int, batch: int) -> Iterator[Any]:
+        """One of the layers, after a pass of ``prompt`` tokens if there are any, and after each step."""
+        layer = deepcopy(self.layer)
+        if prompt:
+            for call in self._calls:
+                call.make(layer, batch, prompt)
+            yield layer
         for _ in range(steps):
             for call in self._calls:
                 if call.tokens_at is not None or not prompt:
                     call.make(layer, batch, 1)
-        states = _state_bytes(layer)
-        if not isinstance(layer, QKVLayer):
-            held = states + sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
-            return Size(held, held)
-        bits = layer.store.stored_bits()
-        return Size(layer.store.nbytes() + states, bits // 8 + states, bits, layer.store.stored_values())
+            yield layer
+
+
+def _size_of(layer: Any) -> Size:
+    """The size of one layer of any kind, on the meta device."""
+    states = _state_bytes(layer)
+    if not isinstance(layer, QKVLayer):
+        held = states + sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
+        return Size(held, held, states=held)
+    store, bits = layer.store, layer.stored_bits()
+    return Size(
+        allocated=layer.nbytes() + _copied_bytes(layer) + states,
+        stored=bits // 8 + states,
+        bits=bits,
+        values=layer.stored_values(),
+        states=states,
+        movable=sum(map(_nbytes, _full(store))),
+        doubtful=_doubtful_bytes(store),
+    )
+
+
+def _full(store: LayerStore) -> list[Segment]:
+    """The segments that never change again."""
+    return store.packed[:-1] if store._open and store.packed[-1].room else store.packed
+
+
+def _doubtful_bytes(store: LayerStore) -> int:
+    """Bytes of a segment that begins if a scale per head has to grow; 0 where there are no such scales."""
+    grow = any(head is not None and not head.given for head in (store._key_head, store._value_head))
+    return max(map(_nbytes, store.packed), default=0) if grow else 0
+
+
+def _copied_bytes(layer: QKVLayer) -> int:
+    """Bytes of the keys of the first tokens as they came, complex128, which are not made on the meta device."""
+    if not isinstance(layer, QKVWindowLayer) or layer.sinks.turning is None or layer.store.shape is None:
+        return 0
+    batch, heads, _, _ = layer.store.shape
+    return 16 * batch * heads * layer.sinks.length * len(layer.sinks.turning.frequencies)
 
 
 def _state_bytes(layer: Any) -> int:
@@ -446,14 +690,18 @@ def _layer_groups(cache: QKVCache, calls: dict[int, tuple[Call, ...]]) -> list[_
         layer = cache.layers[index]
         key: tuple[Any, ...] = (type(layer), getattr(layer, "sliding_window", None), handed)
         if isinstance(layer, QKVLayer):
-            layer.model_config = None  # what it hands out is not looked at: it need not be decoded
+            layer.model_config = _FUSED
             store = layer.store
             given = tuple(x is not None for x in (*store._given, *store._vectors))
             key = (*key, store.config, given)
+        if isinstance(layer, QKVWindowLayer):
+            turning = layer.sinks.turning
+            turned = None if turning is None else len(turning.frequencies)
+            key = (*key, layer.window, layer.sinks.count, turned, layer.positions)
         if key in groups:
-            groups[key].count += 1
+            groups[key].indices.append(index)
         else:
-            groups[key] = _Group(layer, handed)
+            groups[key] = _Group(layer, handed, index)
     return list(groups.values())
 
 
@@ -469,11 +717,19 @@ class Row:
         bytes_per_token: bytes that one more token of one sequence takes, on the average of the next segment. Layers
             with a window are full once the context is as long, and linear attention takes nothing.
         kv_bytes: bytes allocated at the context and batch planned, the states of linear attention included.
-        max_context: the longest context that fits beside the weights, in whole segments of 256 tokens; 0: none of that
-            length; None: no memory was named, or a billion tokens fit.
+        max_context: the longest context that fits beside the weights and that the cache's limits let come, in whole
+            segments of 256 tokens; 0: none of that length; None: neither memory nor a limit was named, or a billion
+            tokens fit (with a window: any number).
         max_batch: the most sequences of the context planned that fit; None: as above, or a million fit.
         read_ms_per_token: the time, ms, that reading everything that is stored takes: the least that a decoding step of
-            the whole batch can take.
+            the whole batch can take. Of a file this holds while the system keeps it in memory.
+        memory_bytes: those in memory. With ``on_full="offload"`` this and what follows are of a cache whose last token
+            came alone: while a prompt is read in one pass, the layers that are full first keep what the others need
+            later, and give it up in the next pass.
+        file_bytes: bytes in the file of ``on_full="offload"``, in whole pages.
+        reading_bytes: as ``memory_bytes``, while the layer is read of which most lies in the file.
+        window: tokens of each sequence that stay with ``on_full="window"``, the first ones included; None: all do.
+        refused: whether the limits of the cache do not let the context planned come.
     """
 
     format: str
@@ -485,6 +741,11 @@ class Row:
     max_context: int | None
     max_batch: int | None
     read_ms_per_token: float
+    memory_bytes: int
+    file_bytes: int
+    reading_bytes: int
+    window: int | None
+    refused: bool
 
 
 def plan_row(
@@ -496,6 +757,7 @@ def plan_row(
     free: int | None = None,
     bandwidth: float = DEFAULT_BANDWIDTH,
     static: bool = False,
+    **limits: Any,
 ) -> Row:
     """Plans one kind of cache.
 
@@ -508,29 +770,60 @@ def plan_row(
         free: bytes that the cache may take; None: not known.
         bandwidth: bytes per second at which memory is read.
         static: a static layout of ``context`` tokens, or of those of any other context that is tried.
+        limits: ``max_tokens``, ``max_bytes``, ``on_full`` and other options of :class:`qkv.QKVCache`.
 
     Raises:
         ValueError: as :class:`CachePlan`.
     """
-    growing = CachePlan(shape, cache)
+    growing = CachePlan(shape, cache, **limits)
 
-    def size(tokens: int, rows: int) -> Size:
-        return (CachePlan(shape, cache, tokens) if static else growing).size(tokens, rows)
+    def plan(tokens: int) -> CachePlan:
+        return CachePlan(shape, cache, tokens, **limits) if static else growing
 
-    planned, later = size(context, batch), size(context + growing.period, batch)
+    planned = plan(context).size(context, batch)
+    refused = not plan(context).fits(context, batch)
+    # What will never be there is not looked for in a file.
+    held = Places(planned.allocated, 0, planned.allocated)
+    if not refused and growing.config.on_full == "offload":
+        held = growing.places(context, batch, steps=min(1, context - 1))
     return Row(
         format=name,
         context=context,
         batch=batch,
         bits_per_value=planned.bits / planned.values if planned.values else 0.0,
-        bytes_per_token=(later.allocated - planned.allocated) / growing.period / batch,
+        bytes_per_token=_growth(plan, context, batch, growing.period),
         kv_bytes=planned.allocated,
-        max_context=None
-        if free is None
-        else largest(lambda n: size(n, batch).allocated <= free, growing.period, _MOST_TOKENS),
-        max_batch=None if free is None else largest(lambda n: size(context, n).allocated <= free, 1, _MOST_ROWS),
+        max_context=_longest(plan, growing, batch, free),
+        max_batch=None if free is None else largest(lambda n: plan(context).fits(context, n, free), 1, _MOST_ROWS),
         read_ms_per_token=planned.stored / bandwidth * 1e3,
+        memory_bytes=held.memory,
+        file_bytes=held.file,
+        reading_bytes=held.reading,
+        window=growing.window(batch),
+        refused=refused,
     )
+
+
+def _growth(plan: Callable[[int], CachePlan], context: int, batch: int, period: int) -> float:
+    """Bytes per token and sequence of the ``period`` tokens that come next."""
+    try:
+        later = plan(context + period).nbytes(context + period, batch)
+    except ValueError:
+        if plan(context).config.on_full != "window":
+            raise
+        return 0.0  # a table of positions ends
+    return (later - plan(context).nbytes(context, batch)) / period / batch
+
+
+def _longest(plan: Callable[[int], CachePlan], growing: CachePlan, batch: int, free: int | None) -> int | None:
+    """The longest context, see :class:`Row`."""
+    config = growing.config
+    if free is None and config.max_tokens is None and config.max_bytes is None:
+        return None
+    last = config.max_tokens if config.on_full != "window" else None
+    if last is not None and plan(last).fits(last, batch, free):
+        return last
+    return largest(lambda n: plan(n).fits(n, batch, free), growing.period, _MOST_TOKENS)
 
 
 def largest(fits: Callable[[int], bool], step: int, limit: int) -> int | None:

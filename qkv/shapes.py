@@ -1,7 +1,9 @@
 """Shapes of well-known models by name, so that a cache can be planned without a download.
 
 Each is what the ``config.json`` of the model on the hub says, as far as it decides how large weights and cache are; no
-weights and no tokenizer belong to it. A test holds the number of parameters that comes of it against the model card.
+weights and no tokenizer belong to it. ``checked`` names public code in which the values were found again. A test holds
+the number of parameters that comes of it against the model card, and those that transformers' configuration classes
+have as defaults against these.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class Shape:
         billions: parameters as its model card states them.
         model_type: transformers' name for the kind of model.
         values: arguments of the configuration class.
+        checked: where the values were found again: files of public repositories (``owner/name: path``), or a
+            configuration class of transformers whose defaults they are; and what was not found there.
     """
 
     source: str
@@ -32,6 +36,7 @@ class Shape:
     billions: float
     model_type: str
     values: Mapping[str, Any]
+    checked: str
 
     def config(self) -> PreTrainedConfig:
         """transformers' configuration of it."""
@@ -59,6 +64,8 @@ def _by_turns(layers: int, every: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
+_LITGPT = "Lightning-AI/litgpt: litgpt/config.py"
+_LLAMA_MODELS = "meta-llama/llama-models: models/sku_list.py (in its history)"
 _UNTIED = {"tie_word_embeddings": False}
 _TIED = {"tie_word_embeddings": True}
 
@@ -70,6 +77,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             0.135,
             "llama",
             _sizes(576, 1536, 30, 9, 3, 49152, max_position_embeddings=8192, **_TIED),
+            checked=_LITGPT,
         ),
         "llama-2-7b": Shape(
             "meta-llama/Llama-2-7b-hf",
@@ -77,6 +85,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             6.74,
             "llama",
             _sizes(4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096, **_UNTIED),
+            checked=_LITGPT + "; LlamaConfig but for max_position_embeddings",
         ),
         "llama-3.1-8b": Shape(
             "meta-llama/Llama-3.1-8B",
@@ -84,6 +93,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             8.03,
             "llama",
             _sizes(4096, 14336, 32, 32, 8, 128256, max_position_embeddings=131072, **_UNTIED),
+            checked=_LITGPT + "; " + _LLAMA_MODELS,
         ),
         "llama-3.1-70b": Shape(
             "meta-llama/Llama-3.1-70B",
@@ -91,6 +101,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             70.6,
             "llama",
             _sizes(8192, 28672, 80, 64, 8, 128256, max_position_embeddings=131072, **_UNTIED),
+            checked=_LITGPT + "; " + _LLAMA_MODELS,
         ),
         "llama-3.1-405b": Shape(
             "meta-llama/Llama-3.1-405B",
@@ -98,6 +109,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             406,
             "llama",
             _sizes(16384, 53248, 126, 128, 8, 128256, max_position_embeddings=131072, **_UNTIED),
+            checked=_LITGPT + "; " + _LLAMA_MODELS,
         ),
         "mistral-7b-v0.1": Shape(
             "mistralai/Mistral-7B-v0.1",
@@ -105,6 +117,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             7.24,
             "mistral",
             _sizes(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096, **_UNTIED),
+            checked=_LITGPT + "; MistralConfig; max_position_embeddings (32768) in neither of them",
         ),
         "mixtral-8x7b": Shape(
             "mistralai/Mixtral-8x7B-v0.1",
@@ -114,6 +127,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             _sizes(
                 4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, num_local_experts=8, sliding_window=None
             ),
+            checked=_LITGPT + "; MixtralConfig but for max_position_embeddings",
         ),
         "phi-3-mini": Shape(
             "microsoft/Phi-3-mini-4k-instruct",
@@ -123,6 +137,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             _sizes(
                 3072, 8192, 32, 32, 32, 32064, max_position_embeddings=4096, sliding_window=2047, pad_token_id=32000
             ),
+            checked=_LITGPT + " (its window, 2048, counts the query); Phi3Config but for sliding_window",
         ),
         "qwen2.5-7b": Shape(
             "Qwen/Qwen2.5-7B",
@@ -130,6 +145,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             7.61,
             "qwen2",
             _sizes(3584, 18944, 28, 28, 4, 152064, max_position_embeddings=131072, use_sliding_window=False, **_UNTIED),
+            checked=_LITGPT,
         ),
         "qwen3-8b": Shape(
             "Qwen/Qwen3-8B",
@@ -137,6 +153,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             8.19,
             "qwen3",
             _sizes(4096, 12288, 36, 32, 8, 151936, head_dim=128, max_position_embeddings=40960, **_UNTIED),
+            checked=_LITGPT,
         ),
         "gemma-2-9b": Shape(
             "google/gemma-2-9b",
@@ -156,6 +173,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 layer_types=_by_turns(42, 2),
                 **_TIED,
             ),
+            checked=_LITGPT + "; google-deepmind/gemma: gemma/gm/nn/_gemma.py (Gemma2_9B)",
         ),
         "gemma-3-27b": Shape(
             "google/gemma-3-27b-pt",
@@ -175,6 +193,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 layer_types=_by_turns(62, 6),
                 **_TIED,
             ),
+            checked=_LITGPT
+            + "; google-deepmind/gemma: gemma/gm/nn/_gemma.py (Gemma3_27B); Gemma3TextConfig (vocab_size, padded)",
         ),
         "gpt-oss-20b": Shape(
             "openai/gpt-oss-20b",
@@ -196,6 +216,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 layer_types=_by_turns(24, 2),
                 **_UNTIED,
             ),
+            checked="AI-Hypercomputer/maxtext: src/maxtext/configs/models/gpt-oss-20b.yml",
         ),
         "gpt-oss-120b": Shape(
             "openai/gpt-oss-120b",
@@ -217,6 +238,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 layer_types=_by_turns(36, 2),
                 **_UNTIED,
             ),
+            checked="openai/gpt-oss: gpt_oss/torch/model.py (ModelConfig); GptOssConfig",
         ),
         "deepseek-v3": Shape(
             "deepseek-ai/DeepSeek-V3",
@@ -245,6 +267,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 v_head_dim=128,
                 **_UNTIED,
             ),
+            checked="deepseek-ai/DeepSeek-V3: inference/configs/config_671B.json; "
+            "AI-Hypercomputer/maxtext: src/maxtext/configs/models/deepseek3-671b.yml (max_position_embeddings)",
         ),
         "qwen3-next-80b": Shape(
             "Qwen/Qwen3-Next-80B-A3B-Instruct",
@@ -271,6 +295,9 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 shared_expert_intermediate_size=512,
                 **_UNTIED,
             ),
+            checked="AI-Hypercomputer/maxtext: src/maxtext/configs/models/qwen3-next-80b-a3b.yml; "
+            "xorbitsai/inference: doc/source/models/builtin/llm/qwen3-next-instruct.rst (max_position_embeddings); "
+            "intermediate_size, of which no layer makes use, in neither of them",
         ),
         "jamba-v0.1": Shape(
             "ai21labs/Jamba-v0.1",
@@ -297,6 +324,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 mamba_dt_rank=256,
                 **_UNTIED,
             ),
+            checked="JambaConfig",
         ),
         "bamba-9b": Shape(
             "ibm-ai-platform/Bamba-9B-v1",
@@ -320,6 +348,9 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 mamba_expand=2,
                 **_UNTIED,
             ),
+            checked="huggingface/transformers: src/transformers/models/bamba/convert_mamba_ssm_checkpoint.py "
+            "(mamba_d_state); BambaConfig (max_position_embeddings; the model card speaks of 4,096 tokens); the layers "
+            "with attention and vocab_size in copies of its training code (mamba_9.8b) without a name",
         ),
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -15,11 +16,19 @@ import torch
 from conftest import Command
 from families import FAMILIES, logits, make_cache
 from setups import SETUPS
-from transformers import EncoderDecoderCache, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    EncoderDecoderCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 import qkv
+from qkv.layers import QKVLayer
 from qkv.named_caches import as_argument
-from qkv.plan import CachePlan, Call, ModelShape, largest, load_config, meta_model, parse_bytes, plan_row
+from qkv.plan import CachePlan, Call, ModelShape, Places, largest, load_config, meta_model, parse_bytes, plan_row
 from qkv.shapes import SHAPES
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
@@ -75,9 +84,25 @@ def filled(shape: ModelShape, tokens: int, steps: int = 0, **options: Any) -> qk
     """A cache that was given so many tokens in one pass, and then one by one."""
     cache = qkv.QKVCache(shape.config, **options)
     for n in [tokens - steps] * (steps < tokens) + [1] * steps:
-        for layer in range(2):
+        for layer in range(len(cache.layers)):
             cache.update(bounded(n, DIM), bounded(n, DIM), layer)
     return cache
+
+
+def settled(cache: qkv.QKVCache) -> Places:
+    """Where the bytes of a real cache are: full segments that lie in the file are found by their addresses."""
+    assert cache._limits is not None
+    assert cache._limits.spill is not None
+    file, filed = cache._limits.spill, []
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, QKVLayer):
+            continue
+        mapped = {id(m.segment) for m in file._mapped.get(index, ()) if m.live}
+        lying = [s for s in layer.store.packed if id(s) in mapped]
+        tensors = [t for segment in lying for plane in segment.planes() for t in plane.tensors()]
+        filed.append(sum(t.untyped_storage().nbytes() for t in tensors))
+    memory = cache.nbytes() - sum(filed)
+    return Places(memory, cache.offloaded_bytes(), memory + max(filed))
 
 
 def planned(shape: ModelShape, **options: Any) -> CachePlan:
@@ -170,6 +195,155 @@ def test_the_plan_is_what_the_cache_of_every_family_holds(name: str) -> None:
         assert plan.nbytes(183, 2, steps=3, encoder_tokens=encoder) == held(cache), options
 
 
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+# With a window, all layers keep the same first tokens.
+WINDOWED = {name: options for name, options in EVERY.items() if name != "unlike layers"}
+FULL: dict[str, Any] = {"on_full": "window", "max_tokens": 150}
+PASSES = ((1, 0), (3, 2), (149, 0), (151, 0), (200, 60), (900, 0), (1000, 300))
+
+
+@pytest.mark.parametrize("options", WINDOWED.values(), ids=WINDOWED)
+def test_a_window_is_planned_to_the_byte(small: ModelShape, options: dict[str, Any]) -> None:
+    plan = planned(small, **options, **FULL)
+    for tokens, steps in PASSES:
+        real = filled(small, tokens, steps, **options, **FULL)
+        size = plan.size(tokens, ROWS, steps)
+        assert size.allocated == real.nbytes(), (tokens, steps)
+        assert size.bits / size.values == pytest.approx(real.stats()["bits_per_value"])
+    assert plan.window(ROWS) == 150
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "k5v4", "a residual window and groups", "scales per head"])
+def test_a_window_that_bytes_decide_is_planned_to_the_byte(small: ModelShape, name: str) -> None:
+    options = WAYS.get(name, {"format": name})
+    limits: dict[str, Any] = {"on_full": "window", "max_bytes": 800_000}
+    plan = planned(small, **options, **limits)
+    for tokens, steps in PASSES:
+        real = filled(small, tokens, steps, **options, **limits)
+        assert plan.nbytes(tokens, ROWS, steps=steps) == real.nbytes(), (tokens, steps)
+    layer: Any = real.layers[-1]
+    many, one = plan.window(ROWS), plan.window(1)
+    assert many is not None
+    assert many == layer.window + layer.sinks.count
+    assert one is not None
+    assert one > many
+    assert plan.nbytes(1 << 29, ROWS) == plan.nbytes((1 << 29) + plan.period, ROWS)
+
+
+@pytest.fixture(scope="module", params=["full", "sliding and full"])
+def deep(request: pytest.FixtureRequest) -> ModelShape:
+    config = small_config(request.param)
+    config.num_hidden_layers = 6
+    if request.param != "full":
+        config.layer_types = ["sliding_attention", "full_attention", "full_attention"] * 2
+    return ModelShape.of(config, "float32")
+
+
+# Shares of what the cache takes in all: nothing moves, little, much, more than can move.
+SHARES = (1.0, 0.9, 0.6, 0.35, 0.25)
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
+def test_what_lies_in_a_file_is_planned_to_the_byte(deep: ModelShape, options: dict[str, Any], tmp_path: Path) -> None:
+    for share, (tokens, steps) in zip(SHARES, ((700, 0), (1000, 3), (900, 1), (1500, 2), (800, 130)), strict=True):
+        limits: dict[str, Any] = {"max_bytes": int(share * planned(deep, **options).nbytes(tokens, ROWS, steps=steps))}
+        limits |= {"on_full": "offload", "offload_folder": tmp_path}
+        try:
+            real = filled(deep, tokens, steps, **limits, **options)
+        except ValueError:  # a layer alone takes more, which is known when the next token comes
+            assert steps
+            assert not planned(deep, **options, **limits).fits(tokens, ROWS)
+            continue
+        plan = planned(deep, **options, **limits)
+        assert plan.nbytes(tokens, ROWS, steps=steps) == real.nbytes()
+        assert plan.places(tokens, ROWS, steps) == settled(real), share
+        assert (real.offloaded_bytes() > 0) >= (share < 0.8 and steps > 0), share
+
+
+def test_what_does_not_move_is_in_memory(small: ModelShape) -> None:
+    every: tuple[dict[str, Any], ...] = ({}, FULL, {"max_tokens": 900})
+    for limits in every:
+        plan = CachePlan(small, "int8", **limits)
+        held = plan.nbytes(800, ROWS, steps=2)
+        assert plan.places(800, ROWS, 2) == Places(held, 0, held)
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "k5v4", "scales per head", "groups of channels"])
+def test_a_cache_takes_what_the_plan_says_it_takes_and_no_more(small: ModelShape, name: str) -> None:
+    options = WAYS.get(name, {"format": name})
+    limits: dict[str, Any] = {"max_bytes": 300_000}
+    plan = planned(small, **options, **limits)
+    most = largest(lambda n: plan.fits(n, ROWS), 1, 1 << 20)
+    assert most is not None
+    filled(small, most, **options, **limits)
+    with pytest.raises(ValueError, match="max_bytes=300000"):
+        filled(small, most + 1, **options, **limits)
+    plan = planned(small, **options, max_tokens=77)
+    assert plan.fits(77, ROWS)
+    assert not plan.fits(78, ROWS)
+
+
+@pytest.mark.parametrize("name", ["none", "int8"])
+def test_a_file_takes_tokens_until_a_layer_has_no_room_in_memory(deep: ModelShape, name: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"on_full": "offload", "max_bytes": 1_500_000, "offload_folder": tmp_path}
+    plan = CachePlan(deep, name, **limits)
+    most = largest(lambda n: plan.fits(n, ROWS), plan.period, 1 << 20)
+    assert most is not None
+    real = filled(deep, most - plan.period, 2, format=name, **limits)
+    places = settled(real)
+    assert places.reading <= 1_500_000 < real.nbytes()
+    assert not plan.fits(most, ROWS, free=1_400_000)
+    assert plan.fits(most, ROWS, free=1_500_000)
+
+
+# Attention of their own, which qkv does not replace: a full window takes one sequence at a time there.
+UNFUSED = ("GPT-J", "Falcon", "Falcon (ALiBi)")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_limits_are_planned_for_every_family(name: str, tmp_path: Path) -> None:
+    model: PreTrainedModel = FAMILIES[name]()
+    shape = ModelShape.of(model.config, "float32")
+    encoder = 40 if model.config.model_type == "whisper" else 12 if model.config.is_encoder_decoder else 0
+    text = model.config.get_text_config(decoder=True)
+    tables = (
+        getattr(text, table, None) for table in ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    )
+    total = min([600, *(table for table in tables if table is not None)])
+    qkv.enable(model)
+    options: dict[str, Any]
+    for options in ({"format": "none"}, {**INT8, "sink_tokens": 3}):
+        limits: dict[str, Any] = {"on_full": "window", "max_tokens": 100}
+        try:
+            plan = planned(shape, **options, **limits)
+        except ValueError as refused:
+            with pytest.raises(ValueError, match=re.escape(str(refused))):
+                make_cache(model, **options, **limits)
+        else:
+            if name not in UNFUSED:
+                cache = make_cache(model, **options, **limits)
+                logits(model, cache, [90, *[1] * 30])
+                assert plan.nbytes(120, 2, steps=30, encoder_tokens=encoder) == held(cache), options
+        whole = planned(shape, **options).nbytes(total, 2, steps=2, encoder_tokens=encoder)
+        limits = {"on_full": "offload", "max_bytes": int(0.95 * whole), "offload_folder": tmp_path}
+        cache = make_cache(model, **options, **limits)
+        plan = planned(shape, **options, **limits)
+        try:
+            logits(model, cache, [total - 2, 1, 1])
+        except ValueError:  # one layer is most of the cache, and has no room in memory
+            assert not plan.fits(total, 2)
+            continue
+        assert plan.nbytes(total, 2, steps=2, encoder_tokens=encoder) == held(cache)
+        parts = [cache]
+        if isinstance(cache, EncoderDecoderCache):
+            parts = [cache.self_attention_cache, cache.cross_attention_cache]
+        real = sum((settled(part) for part in parts), start=Places(0, 0, 0))
+        expected = plan.places(total, 2, 2, encoder)
+        unseen = held(cache) - sum(part.nbytes() for part in parts)
+        assert Places(real.memory + unseen, real.file, real.reading + unseen) == expected
+
+
 def test_a_model_whose_attention_is_ours_by_now_can_be_planned() -> None:
     model = FAMILIES["Llama"]()
     before = CachePlan(ModelShape.of(model.config), "int8").nbytes(300)
@@ -184,7 +358,7 @@ def test_planning_changes_no_configuration_and_takes_no_memory() -> None:
     plan = CachePlan(ModelShape.of(config), "k5v4")
     assert plan.nbytes(1 << 20, 64) > 1 << 43
     assert config.to_dict() == before
-    for group in plan._parts[0]:
+    for group in plan._parts[0].groups(1):
         assert all(x.device.type == "meta" for call in group._calls for x in made_by(call))
 
 
@@ -206,6 +380,32 @@ def test_built_in_shapes_have_as_many_parameters_as_their_model_cards_say() -> N
     for name, shape in SHAPES.items():
         parameters = sum(x.numel() for x in meta_model(shape.config()).parameters())
         assert parameters / 1e9 == pytest.approx(shape.billions, rel=0.01), name
+
+
+# Shapes that configuration classes of transformers have as defaults, and what differs there.
+DEFAULTS = {
+    "llama-2-7b": {"max_position_embeddings": 2048},  # those of the first Llama
+    "mistral-7b-v0.1": {"max_position_embeddings": 131072},
+    "mixtral-8x7b": {"max_position_embeddings": 131072},
+    "phi-3-mini": {"sliding_window": None},
+    "gpt-oss-120b": {},
+    "deepseek-v3": {"max_position_embeddings": 4096},  # before it is stretched
+    "qwen3-next-80b": {"max_position_embeddings": 32768, "intermediate_size": 5632},
+    "jamba-v0.1": {},
+    "bamba-9b": {"vocab_size": 128000, "attn_layer_indices": None, "mamba_d_state": 256},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_built_in_shapes_are_those_that_transformers_has_as_defaults(name: str) -> None:
+    shape = SHAPES[name]
+    theirs, ours = AutoConfig.for_model(shape.model_type), shape.config()
+    differ = {key for key in shape.values if getattr(ours, key) != getattr(theirs, key)}
+    assert {key: getattr(theirs, key) for key in differ} == DEFAULTS[name]
+
+
+def test_built_in_shapes_say_where_they_were_checked() -> None:
+    assert all(shape.checked for shape in SHAPES.values())
 
 
 def test_bytes_per_token_are_those_of_the_closed_form() -> None:
@@ -353,6 +553,7 @@ def test_the_command_prints_a_table_and_writes_its_rows(command: Command, tmp_pa
     results = json.loads(file.read_text())
     none, k5v4 = results["rows"]
     figures = ["bits_per_value", "bytes_per_token", "kv_bytes", "max_context", "max_batch", "read_ms_per_token"]
+    figures += ["memory_bytes", "file_bytes", "reading_bytes", "window", "refused"]
     assert list(none) == ["format", "context", "batch", *figures]
     assert none["kv_bytes"] == 2 * 4096 * 131072
     assert k5v4["kv_bytes"] == CachePlan(ModelShape.of(load_config("llama-3.1-8b")), "k5v4").nbytes(4096, 2)
@@ -411,6 +612,42 @@ def test_several_contexts_and_batches_make_a_row_each(command: Command) -> None:
     assert heading.split()[:3] == ["cache", "context", "batch"]
 
 
+def test_the_command_plans_windows(command: Command) -> None:
+    arguments = ["--context", 4096, "--formats", "none,int8", "--max-tokens", 516, "--on-full", "window"]
+    done = command("plan", "llama-3.1-8b", *arguments, "--json", "-")
+    assert done.status == 0
+    results = json.loads(done.out)
+    for row in results["rows"]:
+        plan = CachePlan(shape_of("llama-3.1-8b"), row["format"], on_full="window", max_tokens=516)
+        assert row["kv_bytes"] == row["memory_bytes"] == plan.nbytes(4096)
+        assert (row["window"], row["max_context"], row["bytes_per_token"], row["refused"]) == (516, None, 0, False)
+    assert (results["meta"]["max_tokens"], results["meta"]["on_full"]) == (516, "window")
+    (none,) = [line.split() for line in done.err.splitlines() if line.split()[:1] == ["none"]]
+    assert none[-3:-1] == ["516", "any"]
+
+
+def test_the_command_plans_files(command: Command) -> None:
+    arguments = ["--context", 4096, "--formats", "none", "--max-bytes", "200MB", "--on-full", "offload", "--json", "-"]
+    done = command("plan", "llama-3.1-8b", *arguments)
+    (row,) = json.loads(done.out)["rows"]
+    assert row["kv_bytes"] == 4096 * 131072
+    assert row["file_bytes"] >= row["kv_bytes"] - 200_000_000
+    assert row["memory_bytes"] < row["reading_bytes"] <= 200_000_000
+    # A layer takes 4,096 bytes a token, and has to have room beside what of the others does not move.
+    assert 40_000 < row["max_context"] < 200_000_000 / 4096
+    assert "in the file" in done.err
+
+
+def test_what_the_limits_of_a_cache_refuse_is_noted(command: Command) -> None:
+    arguments = ["--context", 4096, "--formats", "none,int8", "--max-bytes", "400MB", "--json", "-"]
+    done = command("plan", "llama-3.1-8b", *arguments)
+    assert done.status == 0
+    none, int8 = json.loads(done.out)["rows"]
+    assert (none["refused"], int8["refused"]) == (True, False)
+    assert none["max_context"] == 400_000_000 // 131072 // 256 * 256
+    assert "note: none: its limits do not let 4,096 tokens x 1 come" in done.err
+
+
 def test_the_list_names_every_shape(command: Command) -> None:
     done = command("plan", "--list")
     assert done.status == 0
@@ -436,6 +673,16 @@ def test_the_list_names_every_shape(command: Command) -> None:
         (["--context", "0"], ["--context"]),
         (["llama-2-7b", "--model", "qwen3-8b"], ["two models", "qwen3-8b"]),
         (["--batch", "1,x"], ["--batch", "'x'"]),
+        (["--on-full", "window"], ["on_full='window'", "max_tokens or max_bytes"]),
+        (["--on-full", "offload"], ["on_full='offload'", "max_bytes"]),
+        (["--on-full", "offload", "--max-bytes", "1GiB", "--max-tokens", "9"], ["not max_tokens"]),
+        (["--on-full", "drop", "--max-tokens", "9"], ["'drop'", "error, window, offload"]),
+        (["--max-tokens", "4", "--on-full", "window"], ["max_tokens=4", "sink_tokens=4"]),
+        (["--max-tokens", "0"], ["max_tokens", "at least 1"]),
+        (["--max-tokens", "4096"], ["max_tokens=4096", "8192", "--on-full window"]),
+        (["--max-bytes", "much"], ["--max-bytes", "'much'"]),
+        (["--max-bytes", "1000", "--on-full", "window"], ["max_bytes=1000", "one token"]),
+        (["--max-tokens", "99", "--on-full", "window", "--static"], ["on_full='window'", "max_cache_len"]),
         (["phi-3-mini", "--formats", "int8,bnb8", "--dtype", "float64"], ["float64"]),
     ],
 )

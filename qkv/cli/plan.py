@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,17 @@ def plan(
         typer.Option("--memory", help="for weights and cache, such as 24GiB: says what fits", metavar="SIZE"),
     ] = None,
     formats: Annotated[str, typer.Option("--formats", help="caches: formats, set-ups, YAML files")] = FORMATS,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", help="tokens that may come, or with --on-full window stay", metavar="N"),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option("--max-bytes", help="that the cache may take, with --on-full offload in memory", metavar="SIZE"),
+    ] = None,
+    on_full: Annotated[
+        str | None, typer.Option("--on-full", help="what it does then: error, window or offload", metavar="WAY")
+    ] = None,
     static: Annotated[bool, typer.Option("--static", help="a static layout: memory is taken once")] = False,
     dtype: Annotated[
         str | None,
@@ -63,11 +74,18 @@ def plan(
     from qkv import QKVCache
     from qkv.plan import ModelShape, load_config, parse_bytes, plan_row
 
+    limits: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "max_bytes": parse_bytes(max_bytes, "--max-bytes") if max_bytes is not None else None,
+        "on_full": on_full,
+    }
     for cache in caches:
-        QKVCache(None, cache)  # a mistake in it shows before the work
+        _check(cache, limits, contexts)  # a mistake in it shows before the work
     bytes_per_second = parse_bytes(bandwidth.strip().removesuffix("/s"), "--bandwidth", "50GB/s")
     available = parse_bytes(memory, "--memory") if memory is not None else None
     config = load_config(name)
+    for cache in caches:
+        QKVCache(config, cache, max_cache_len=contexts[0] if static else None, **limits)
     dtype, weights_dtype, bytes_per_weight = _dtypes(config, dtype, weights_dtype)
     with run.progress.step(f"building {name} without its weights"):
         shape = ModelShape.of(config, dtype)
@@ -76,7 +94,7 @@ def plan(
     labels = {cache: Path(cache).stem if cache.endswith((".yaml", ".yml")) else cache for cache in caches}
     with run.progress.step("planning"):
         rows = [
-            asdict(plan_row(shape, labels[cache], cache, tokens, sequences, free, bytes_per_second, static))
+            asdict(plan_row(shape, labels[cache], cache, tokens, sequences, free, bytes_per_second, static, **limits))
             for tokens, sequences, cache in product(contexts, batches, caches)
         ]
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -85,9 +103,12 @@ def plan(
         f"{name}: {shape.parameters / 1e9:,.2f} billion weights, {weights / 1e9:,.2f} GB in {weights_dtype}; "
         f"layers: {kinds}"
     )
-    _print(run, rows, title, memory)
+    _print(run, rows, title, memory, any(row["max_context"] is not None or row["window"] for row in rows))
     if available is not None and weights >= available:
         run.warn(f"the weights alone take {weights / 1e9:,.1f} GB of {memory}: no cache fits; see --weights-dtype")
+    for row in rows:
+        if row["refused"]:
+            run.warn(f"{row['format']}: its limits do not let {row['context']:,} tokens x {row['batch']:,} come")
     if positions is not None and max(contexts) > positions:
         run.warn(f"the model was made for {positions:,} positions; {max(contexts):,} were asked for")
     meta = {
@@ -100,10 +121,27 @@ def plan(
         "layers": shape.layer_kinds(),
         "max_position_embeddings": positions,
         "static": static,
+        **limits,
         "memory_bytes": available,
         "bandwidth_bytes_per_s": bytes_per_second,
     }
     run.finish(rows, meta=meta)
+
+
+def _check(cache: str, limits: dict[str, Any], contexts: tuple[int, ...]) -> None:
+    """Raises ValueError where the description of a cache, with limits, makes no sense, whatever the model."""
+    from qkv import CacheConfig, QKVCache
+
+    plain: dict[str, Any] = dict.fromkeys(("max_tokens", "max_bytes", "on_full", "offload_folder"))
+    described = CacheConfig.of(cache)
+    QKVCache(None, replace(described, **plain))
+    described = replace(described, **{name: value for name, value in limits.items() if value is not None})
+    most = described.max_tokens
+    if most is not None and described.on_full != "window" and most < max(contexts):
+        raise ValueError(
+            f"{cache}: max_tokens={most} does not let {max(contexts)} tokens come; give a smaller --context, a larger "
+            "--max-tokens, or --on-full window"
+        )
 
 
 def _dtypes(config: Any, dtype: str | None, weights_dtype: str | None) -> tuple[str, str, float]:
@@ -121,7 +159,7 @@ def _dtypes(config: Any, dtype: str | None, weights_dtype: str | None) -> tuple[
     return dtype, weights_dtype, WEIGHT_BYTES[weights_dtype]
 
 
-def _print(run: Run, rows: list[dict[str, Any]], title: str, memory: str | None) -> None:
+def _print(run: Run, rows: list[dict[str, Any]], title: str, memory: str | None, limited: bool) -> None:
     columns = {
         "format": "cache",
         "context": "context|,",
@@ -129,7 +167,10 @@ def _print(run: Run, rows: list[dict[str, Any]], title: str, memory: str | None)
         "bits_per_value": "bits/value|.2f",
         "bytes_per_token": "bytes/token|,.0f",
         "kv_gb": "cache GB|,.3f",
-        "max_context": f"context in {memory}|>",
+        "window": "window|>",
+        "memory_gb": "in memory|,.3f",
+        "file_gb": "in the file|,.3f",
+        "max_context": f"context in {memory}|>" if memory is not None else "longest context|>",
         "max_batch": f"batch in {memory}|>",
         "read_ms_per_token": "read ms|,.2f",
     }
@@ -137,13 +178,27 @@ def _print(run: Run, rows: list[dict[str, Any]], title: str, memory: str | None)
         title += f"\n{rows[0]['context']:,} tokens x {rows[0]['batch']:,}"
         del columns["context"], columns["batch"]
     if memory is None:
-        del columns["max_context"], columns["max_batch"]
+        del columns["max_batch"]
+        if not limited:
+            del columns["max_context"]
+    windows, files = any(row["window"] for row in rows), any(row["file_bytes"] for row in rows)
+    if not windows:
+        del columns["window"]
+    if not files:
+        del columns["memory_gb"], columns["file_gb"]
 
     def shown(row: dict[str, Any]) -> dict[str, Any]:
-        most = {key: "any" if row[key] is None else f"{row[key]:,}" for key in ("max_context", "max_batch")}
-        return {**row, "kv_gb": row["kv_bytes"] / 1e9, **most}
+        shown = {key: "any" if row[key] is None else f"{row[key]:,}" for key in ("max_context", "max_batch")}
+        shown["window"] = "all" if row["window"] is None else f"{row['window']:,}"
+        sizes = {"kv_gb": "kv_bytes", "memory_gb": "memory_bytes", "file_gb": "file_bytes"}
+        return {**row, **{name: row[key] / 1e9 for name, key in sizes.items()}, **shown}
 
     caption = "bytes/token: of the next tokens of a sequence; read: of all that is stored, the least time of a step."
+    if windows:
+        caption += " window: tokens that stay of each sequence, the first ones included."
+    if files:
+        reading = max(row["reading_bytes"] for row in rows) / 1e9
+        caption += f" GB in the file: a layer at a time is in memory too while it is read, {reading:,.3f} GB at most."
     run.table(title, columns, map(shown, rows), caption)
 
 
@@ -151,7 +206,13 @@ def _list(run: Run) -> None:
     from qkv.shapes import SHAPES
 
     rows: list[dict[str, Any]] = [
-        {"name": name, "billions": shape.billions, "source": shape.source, "about": shape.about}
+        {
+            "name": name,
+            "billions": shape.billions,
+            "source": shape.source,
+            "about": shape.about,
+            "checked": shape.checked,
+        }
         for name, shape in SHAPES.items()
     ]
     columns = {"name": "name", "billions": "10^9 weights|g", "about": "its cache"}
