@@ -24,13 +24,10 @@ from qkv.limits import Limits
 from qkv.rotary import rotary_of
 from qkv.saved import load, save
 from qkv.scales import KINDS, Scales, load_scales
-from qkv.sinks import Turning
+from qkv.sinks import SINK_TOKENS, Turning
 from qkv.turning import positions_of, turning_of
 from qkv.view import KVView
 from qkv.window import QKVWindowLayer
-
-# What a full cache keeps of the beginning, unless told otherwise.
-SINK_TOKENS = 4
 
 
 class QKVCache(DynamicCache):
@@ -317,8 +314,10 @@ class QKVCache(DynamicCache):
         Args:
             path: the file.
             config: the model's configuration; None for a cache that was made without one.
-            format: what is expected, as in :class:`QKVCache`, or None: whatever the file holds. Everything but
-                ``backend`` must agree; that one is taken from here.
+            format: what is expected, as in :class:`QKVCache`, or None: whatever the file holds. Everything must agree
+                but ``backend`` and the limits (``max_tokens``, ``max_bytes``, ``on_full``, ``offload_folder``), which
+                are taken from here. Of a cache with ``on_full="window"`` the limits must agree too: its tokens are
+                those that they left. With ``on_full="offload"`` what lies in the file counts as offloaded.
             model: the model that is going to use it, or None: its weights must be those that the file was saved with.
             verify: whether the checksum of all tensors is checked, which reads the whole file (about 3 GB/s). The
                 header's is always checked, and the size of the file.
@@ -340,7 +339,9 @@ class QKVCache(DynamicCache):
         again. The last segment of each layer (up to 256 tokens), sinks and residual window are copied; so is all of a
         static layout without a sliding window, and what qkv leaves as it is. What rearranges the batch
         (``reorder_cache`` and the like) copies all of the cache it is called on. :meth:`nbytes` of a fork counts what
-        it holds, the shared part too; :func:`qkv.nbytes` counts a set of caches, and what they share once.
+        it holds, the shared part too; :func:`qkv.nbytes` counts a set of caches, and what they share once. With
+        ``on_full="offload"`` each has ``max_bytes`` of its own; what lies in the file is shared, and what a fork moves
+        later goes to a file of its own.
 
         Args:
             n: how many, at least 1.
@@ -358,7 +359,10 @@ class QKVCache(DynamicCache):
             ours = (layer for layer in self.layers if isinstance(layer, QKVLayer))
             with torch.inference_mode(False), torch.no_grad():
                 memo: dict[int, Any] = {id(layer.store): layer.store.fork() for layer in ours}
-                made.append(deepcopy(self, memo))
+                fresh = deepcopy(self, memo)
+            if self._limits is not None and fresh._limits is not None:
+                fresh._limits.share_file(self._limits, fresh.layers)
+            made.append(fresh)
         return made
 
     def nbytes(self) -> int:
@@ -369,9 +373,8 @@ class QKVCache(DynamicCache):
         return sum(layer_nbytes(layer) for layer in self.layers)
 
     def offloaded_bytes(self) -> int:
-        """Of :meth:`nbytes`, those that lie in the file of ``on_full="offload"``."""
-        spill = self._limits.spill if self._limits is not None else None
-        return spill.nbytes if spill is not None else 0
+        """Of :meth:`nbytes`, those that ``on_full="offload"`` has in a file: its own, a fork's, or the one loaded."""
+        return self._limits.offloaded_bytes(self.layers) if self._limits is not None else 0
 
     def stats(self) -> dict[str, Any]:
         """What is stored, and what served.

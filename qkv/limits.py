@@ -6,6 +6,7 @@ alike are counted once, and nothing is counted while a generous guess says that 
 
 from __future__ import annotations
 
+import mmap
 from copy import copy, deepcopy
 from typing import Any
 
@@ -85,8 +86,7 @@ class Limits:
         """What is to be done after a layer has taken new tokens: moving full segments to the file."""
         if self.spill is not None and isinstance(layers[index], QKVLayer):
             assert self.max_bytes is not None
-            ours = [(i, layer.store) for i, layer in enumerate(layers) if isinstance(layer, QKVLayer)]
-            self.spill.make_room(ours, index, self.max_bytes)
+            self.spill.make_room(_stores(layers), index, self.max_bytes)
 
     def _check_bytes(self, layers: list[Any], index: int, n: int, held: int, sizes: Sizes) -> None:
         assert self.max_bytes is not None
@@ -157,6 +157,23 @@ class Limits:
         for layer in layers:
             if isinstance(layer, QKVWindowLayer):
                 layer.set_window(least)
+
+    def offloaded_bytes(self, layers: list[Any]) -> int:
+        """Bytes that layers have in a file."""
+        if self.spill is None:
+            return 0
+        self.spill.prune(_stores(layers))
+        return self.spill.nbytes
+
+    def share_file(self, other: Limits, layers: list[Any]) -> None:
+        """What the forked ``layers`` of a fork hold in the file of the cache that it is from counts as moved."""
+        if self.spill is not None and other.spill is not None:
+            self.spill.share(other.spill, _stores(layers))
+
+    def adopt(self, memory: mmap.mmap, layers: list[Any]) -> None:
+        """What loaded layers hold in a mapped file counts as moved."""
+        if self.spill is not None:
+            self.spill.adopt(memory, _stores(layers))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limits:
         fresh = copy(self)
@@ -246,6 +263,11 @@ def _window_bytes(layer: QKVLayer, window: int, sizes: Sizes) -> int:
         turned = 0 if sinks.turning is None else len(sinks.turning.frequencies)
         total += sinks.nbytes() + 16 * batch * heads * sinks.length * turned
     return total
+
+
+def _stores(layers: list[Any]) -> list[tuple[int, LayerStore]]:
+    """The stores that are ours, with the index of their layer."""
+    return [(i, layer.store) for i, layer in enumerate(layers) if isinstance(layer, QKVLayer)]
 
 
 def _bytes_of(layers: list[Any]) -> int:

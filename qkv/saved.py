@@ -9,13 +9,16 @@ A file is safetensors. Its metadata hold, all of it text:
 ``weights``        a fingerprint of the model's weights, see :func:`weights_fingerprint`; empty: not recorded
 ``config``         JSON, the :class:`qkv.CacheConfig`
 ``layout``         JSON: ``max_cache_len``
-``layers``         JSON, of each layer its kind, and what its store knows, see ``stored.py``
+``layers``         JSON, of each layer its kind, and what its store knows, see ``stored.py``; with ``on_full="window"``
+                   the size of the window, and how many first tokens there are
 =================  =====================================================================================================
 
 and its tensors ``checksums``, ``token_ids`` where they were given, ``scales.*`` where scales were given, and
-``layers.<i>.*``. ``checksums`` comes first in the file: int64 ``[2]``, the CRC-32 of the header, and that of everything
-behind ``checksums``. A CRC-32 finds every damage of up to 32 bits in a row and misses one of four billion others; it is
-no protection against somebody who means to deceive.
+``layers.<i>.*``. The first tokens of a window are written as they came, not turned to where the window is.
+
+``checksums`` comes first in the file: int64 ``[2]``, the CRC-32 of the header, and that of everything behind
+``checksums``. A CRC-32 finds every damage of up to 32 bits in a row and misses one of four billion others; it is no
+protection against somebody who means to deceive.
 
 A file is mapped into memory, not read: what is written to mapped memory stays in this process (the mapping is private),
 and nothing of qkv writes to it.
@@ -28,7 +31,7 @@ import mmap
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -43,6 +46,8 @@ from qkv import stored
 from qkv.config import CacheConfig
 from qkv.layers import QKVHybridLayer, QKVHybridSlidingLayer, QKVLayer, QKVSlidingLayer
 from qkv.scales import model_difference, model_fingerprint
+from qkv.sinks import SINK_TOKENS
+from qkv.window import QKVWindowLayer
 
 if TYPE_CHECKING:
     from qkv.cache import QKVCache
@@ -54,6 +59,7 @@ _LONGEST_HEADER = 100_000_000  # as safetensors has it
 _CHECKSUMS = "checksums"
 _SAMPLES = 64
 _PIECE = 1 << 18
+_READ_AT_ONCE = 1 << 22  # bytes of offloaded tensors that are in memory while they are written
 
 _DTYPES = {
     "F64": torch.float64,
@@ -73,12 +79,16 @@ _DTYPES = {
 _KINDS: tuple[type, ...] = (
     QKVLayer,
     QKVSlidingLayer,
+    QKVWindowLayer,
     QKVHybridLayer,
     QKVHybridSlidingLayer,
     LinearAttentionLayer,
     DummyLayer,
 )
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Of a description, what has no part in what a cache holds: what computes, and when it is full, unless it forgets.
+_LIMITS = ("on_full", "max_tokens", "max_bytes")
+_NO_PART = ("backend", *_LIMITS, "offload_folder")
 
 # Of linear attention: tensors and numbers by the index of a state.
 _STATES = ("conv_states", "recurrent_states")
@@ -113,7 +123,8 @@ def save(cache: QKVCache, path: str | Path, token_ids: Any = None, model: Any = 
         "layout": json.dumps({"max_cache_len": cache.max_cache_len}),
         "layers": json.dumps(layers),
     }
-    _write(Path(path), metadata, tensors)
+    spill = cache._limits.spill if cache._limits is not None else None
+    _write(Path(path), metadata, tensors, None if spill is None else spill.rest_all)
 
 
 def _describe(index: int, layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -128,6 +139,10 @@ def _describe(index: int, layer: Any) -> tuple[dict[str, Any], dict[str, torch.T
     if isinstance(layer, QKVLayer):
         state["store"], tensors = stored.describe(layer.store)
         state["is_initialized"] = layer.is_initialized
+    if isinstance(layer, QKVWindowLayer):
+        state["window"] = layer._window
+        state["sinks"], held_sinks = stored.describe_sinks(layer.sinks)
+        tensors |= held_sinks
     if hasattr(layer, "record_past"):
         state["record_past"] = layer.record_past
     if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -152,8 +167,14 @@ def _checked_ids(token_ids: Any, length: int) -> torch.Tensor:
     return ids.to("cpu", torch.int64)
 
 
-def _write(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a safetensors file that appears whole or not at all."""
+def _write(
+    path: Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor], rest: Callable[[], None] | None
+) -> None:
+    """Writes a safetensors file that appears whole or not at all.
+
+    Args:
+        rest: of tensors that lie in a file, gives back what reading them has brought into memory; called now and then.
+    """
     # Large numbers first, so that each lies where its type wants to; codes come last, at whole lines of memory.
     names = sorted(tensors, key=lambda name: (name.endswith(".codes"), -tensors[name].element_size()))
     entries: dict[str, Any] = {_CHECKSUMS: {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}}
@@ -182,11 +203,17 @@ def _write(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor
         with unfinished.open("xb") as file:
             file.write(header)
             file.write(bytes(16))
-            checksum = 0
+            checksum = read = 0
             for what in order:
                 data = bytes(what) if isinstance(what, int) else _bytes_of(what)
                 checksum = zlib.crc32(data, checksum)
                 file.write(data)
+                read += len(data)
+                if rest is not None and read >= _READ_AT_ONCE:
+                    rest()
+                    read = 0
+            if rest is not None:
+                rest()
             file.seek(len(header))
             file.write(zlib.crc32(header).to_bytes(8, "little") + checksum.to_bytes(8, "little"))
             file.flush()
@@ -287,9 +314,7 @@ def load(
         try:
             saved_config = _config_of(file)
             if format is not None:
-                expected = CacheConfig.of(format)
-                _check_config(file, saved_config, expected)
-                saved_config = replace(saved_config, backend=expected.backend)
+                saved_config = _as_expected(file, saved_config, CacheConfig.of(format))
             _check_model(file, config, model)
             return _restore(kind, file, config, saved_config, torch.device(device or "cpu"))
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
@@ -365,9 +390,39 @@ def _config_of(file: _File) -> CacheConfig:
     return CacheConfig.from_dict({**values, "layers": layers})
 
 
+def _as_expected(file: _File, saved: CacheConfig, expected: CacheConfig) -> CacheConfig:
+    """The description of what the file holds, with what has no part in that as it is expected.
+
+    Raises:
+        ValueError: a cache of another description was expected.
+    """
+    if "window" in (saved.on_full, expected.on_full):
+        _check_window(file, saved, expected)
+        if not expected.sink_tokens and saved.sink_tokens == SINK_TOKENS:
+            expected = replace(expected, sink_tokens=SINK_TOKENS)  # as a new cache has them by itself
+    _check_config(file, saved, expected)
+    return replace(saved, **{name: getattr(expected, name) for name in _NO_PART})
+
+
+def _check_window(file: _File, saved: CacheConfig, expected: CacheConfig) -> None:
+    """Raises ValueError where one of the two forgets tokens, and the other does not, or others."""
+    differ = [name for name in _LIMITS if getattr(saved, name) != getattr(expected, name)]
+    if not differ:
+        return
+    name = differ[0]
+    there, here = getattr(saved, name), getattr(expected, name)
+    what = f"a window with {name}={there!r}"
+    if name == "on_full":
+        what = f"the first tokens and the last ones ({name}='window')" if there == "window" else "all its tokens"
+    raise ValueError(
+        f"{file.path} holds {what}, and {name}={here!r} is wanted; load it without saying the format, or compute the "
+        "cache anew"
+    )
+
+
 def _check_config(file: _File, saved: CacheConfig, expected: CacheConfig) -> None:
-    """Raises ValueError where a cache of another description was expected. What computes is no part of that."""
-    there, here = ({**x.to_dict(), "backend": None} for x in (saved, expected))
+    """Raises ValueError where a cache that holds numbers in another way was expected."""
+    there, here = ({**x.to_dict(), **dict.fromkeys(_NO_PART)} for x in (saved, expected))
     for name in sorted({*there, *here}, key=lambda name: (name != "format", name)):
         if there.get(name) != here.get(name):
             raise ValueError(
@@ -404,7 +459,8 @@ def _restore(
     kind: type[QKVCache], file: _File, config: Any, cache_config: CacheConfig, device: torch.device
 ) -> QKVCache:
     scales = {name.removeprefix("scales."): file.tensor(name) for name in file.entries if name.startswith("scales.")}
-    cache = kind(config, cache_config, scales=scales, max_cache_len=file.json("layout")["max_cache_len"])
+    more = {"max_cache_len": file.json("layout")["max_cache_len"], "sink_tokens": cache_config.sink_tokens}
+    cache = kind(config, cache_config, scales=scales, **more)
     layers = file.json("layers")
     if config is None:
         cache.layers.extend(cache._new_layer(index) for index in range(len(layers)))
@@ -415,6 +471,8 @@ def _restore(
             _restore_layer(layer, state, file.take(f"layers.{index}.", device), device)
         except ValueError as error:
             raise ValueError(f"{file.path} cannot be loaded: layer {index}: {error}") from None
+    if cache._limits is not None and device.type == "cpu":
+        cache._limits.adopt(file.memory, cache.layers)
     if "token_ids" in file.entries:
         cache.loaded_token_ids = file.tensor("token_ids").clone()
     return cache
@@ -440,6 +498,20 @@ def _restore_layer(layer: Any, state: dict[str, Any], take: stored.Take, device:
         stored.restore(layer.store, state["store"], take, device)
         layer.is_initialized = state["is_initialized"]
         layer._tell_length()
+    if isinstance(layer, QKVWindowLayer):
+        _restore_window(layer, state, take)
+
+
+def _restore_window(layer: QKVWindowLayer, state: dict[str, Any], take: stored.Take) -> None:
+    """What a layer that forgets has beside its store, which is restored."""
+    window = state["window"]
+    if layer._window is None and window is not None:
+        layer.set_window(stored.whole(window, 1))  # bytes had been given, from which it was found with the first tokens
+    if layer._window != window:
+        raise ValueError(f"the window is {window} tokens there and {layer._window} here")
+    stored.restore_sinks(layer.sinks, layer.store, state["sinks"], take)
+    if window is None and layer.get_seq_length():
+        raise ValueError("the size of the window is missing")
 
 
 def _linear_states(layer: Any, state: dict[str, Any], take: stored.Take) -> Iterator[tuple[int, str, torch.Tensor]]:

@@ -20,6 +20,9 @@ from qkv.planes import Plane, Segment
 from qkv.storage import Late, LayerStore, Run
 from qkv.view import KVView
 
+# How many tokens a full cache keeps of the beginning, unless told otherwise.
+SINK_TOKENS = 4
+
 
 @dataclass
 class Turning:
@@ -121,13 +124,21 @@ class Sinks:
         keys, values = self.segment.rows(self.length)
         return keys.to(dtype), values.to(dtype)
 
+    def written_down(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`original`, of the type they have, copied: what is held stays turned as it is."""
+        assert self.segment is not None
+        keys, values = (rows.clone() for rows in self.segment.rows(self.length))
+        if self._pairs is not None and self.turning is not None:
+            self.turning.put(self._pairs, keys)
+        return keys, values
+
     def crop(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
         if self.segment is None or length >= self.length:
             return
         self.segment.length = length
         if self._pairs is not None:
-            self._pairs = self._pairs[:, :, :length]
+            self._pairs = self._pairs[:, :, :length].contiguous()  # as they lie where nothing was ever cropped
 
     def clear(self) -> None:
         """Forgets all."""

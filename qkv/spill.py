@@ -5,6 +5,10 @@ tensors over the mapping take the place of those in memory, at addresses that do
 before, tile by tile, and the pages come in as it does. When the next layer is about to be read, the pages of the last
 one are given back (``madvise``); the file's contents stay, in the system's own cache of files as long as that has
 memory to spare. The file has no name and goes with the process.
+
+A segment that is full is never written again, so forks hold the same mapping: none of them writes a second copy, and
+each moves what it fills later to a file of its own. The place in the file is free, and the file gone, when the last
+tensor over it is. In the same way the file that a cache was loaded from serves as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +34,12 @@ _ALIGNMENT = 64
 
 @dataclass
 class _Mapped:
-    """A segment in the file, with what was made over it: whether that is still what the segment holds is asked here."""
+    """A segment in a file, with what was made over it: whether that is still what the segment holds is asked here.
+
+    Attributes:
+        memory: a mapping that holds all of the segment, and more where it is that of a loaded file.
+        size: bytes that the segment takes there.
+    """
 
     segment: Segment
     codes: torch.Tensor
@@ -65,6 +75,19 @@ class Spill:
         """A file of its own for a copy of the cache, whose tensors are in memory."""
         return Spill(self.folder)
 
+    def share(self, other: Spill, stores: list[tuple[int, LayerStore]]) -> None:
+        """Takes note of what forked stores hold where another cache has moved it: that need not be moved again."""
+        for index, store in stores:
+            theirs = {id(m.codes): m for m in other._mapped.get(index, ()) if m.live}
+            held = [(segment, theirs.get(id(segment.key.codes))) for segment in store.packed]
+            self._mapped[index] = [replace(m, segment=segment) for segment, m in held if m is not None]
+
+    def adopt(self, memory: mmap.mmap, stores: list[tuple[int, LayerStore]]) -> None:
+        """Takes note of what new stores hold in a file that was mapped to load them; nothing is ever written there."""
+        for index, store in stores:
+            lying = [segment for segment in store.packed if segment.shared]
+            self._mapped[index] = [_Mapped(s, s.key.codes, memory, _nbytes(s)) for s in lying]
+
     def check(self, index: int, store: LayerStore, max_bytes: int) -> None:
         """Raises ValueError where the layer ``index`` alone takes more than may be in memory."""
         alone = sum(self._count(index, store))
@@ -76,15 +99,23 @@ class Spill:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that lie in the file."""
+        """Bytes that lie in a file."""
         return sum(m.size for held in self._mapped.values() for m in held if m.live)
+
+    def prune(self, stores: list[tuple[int, LayerStore]]) -> None:
+        """Forgets what was taken back since the layers had tokens last."""
+        for index, store in stores:
+            self._prune(index, store)
 
     def rest(self) -> None:
         """Gives the pages back that the layer read last has brought in."""
         if self._read is not None:
-            for mapped in self._mapped.get(self._read, ()):
-                mapped.memory.madvise(mmap.MADV_DONTNEED)
+            _give_back(self._mapped.get(self._read, ()))
             self._read = None
+
+    def rest_all(self) -> None:
+        """Gives all pages back, of whichever layer."""
+        _give_back(m for held in self._mapped.values() for m in held)
 
     def make_room(self, stores: list[tuple[int, LayerStore]], index: int, max_bytes: int) -> None:
         """Moves full segments of the layer ``index`` to the file, the oldest first, until it takes its share of memory.
@@ -182,6 +213,11 @@ class Spill:
             except OSError as error:
                 raise ValueError(f"no file can be made in offload_folder={self.folder!r}: {error.strerror}") from None
         return self._file
+
+
+def _give_back(mapped: Iterable[_Mapped]) -> None:
+    for memory in {id(m.memory): m.memory for m in mapped}.values():
+        memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _nbytes(segment: Segment) -> int:

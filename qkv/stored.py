@@ -17,6 +17,7 @@ import torch
 from qkv.formats.base import Format
 from qkv.formats.layout import layout_for
 from qkv.planes import Plane, Segment
+from qkv.sinks import Sinks
 from qkv.storage import LARGE_STORE_TOKENS, LayerStore
 from qkv.transform import rotation_block
 
@@ -91,7 +92,7 @@ def restore(store: LayerStore, state: dict[str, Any], take: Take, device: torch.
             raise ValueError(f"{name.replace('_', ' ')} is {state[name]} there and {here} here")
     if state["shape"] is None:
         return
-    batch, heads, key_dim, value_dim = (_whole(n, 1) for n in state["shape"])
+    batch, heads, key_dim, value_dim = (whole(n, 1) for n in state["shape"])
     dtype = _EXACT_DTYPES[state["dtype"]]
     empty = [torch.empty(batch, heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)]
     store.check(*empty)
@@ -122,7 +123,7 @@ def restore(store: LayerStore, state: dict[str, Any], take: Take, device: torch.
             setattr(store, name, segment)
     store.packed = _packed(store, state["packed"], take, empty)
     store.packed_length = sum(segment.length for segment in store.packed)
-    store.length, store.first = _whole(state["length"]), _whole(state["first"])
+    store.length, store.first = whole(state["length"]), whole(state["first"])
     store._encoded, store._open = bool(state["encoded"]), bool(state["open"])
     tokens = sum(segment.length for segment in store.segments())
     too_long = store.capacity is not None and store.length > store.capacity
@@ -130,6 +131,39 @@ def restore(store: LayerStore, state: dict[str, Any], take: Take, device: torch.
         raise ValueError(f"{tokens} tokens do not make a store of positions {store.first} to {store.length}")
     store.version += 1
     store.changes += 1
+
+
+def describe_sinks(sinks: Sinks) -> tuple[int, dict[str, torch.Tensor]]:
+    """The first tokens of a layer that forgets: how many there are, and their keys as they came, and values."""
+    if sinks.length == 0:
+        return 0, {}
+    keys, values = sinks.written_down()
+    return sinks.length, {"sinks.key": keys, "sinks.value": values}
+
+
+def restore_sinks(sinks: Sinks, store: LayerStore, length: Any, take: Take) -> None:
+    """Makes empty first tokens what others were when :func:`describe_sinks` described them.
+
+    Args:
+        sinks: new, of the same description.
+        store: what is behind them, restored.
+        length: how many there were.
+        take: gives the tensors, which are copied.
+
+    Raises:
+        ValueError: a number of tokens that does not go with what is behind them.
+    """
+    length = whole(length)
+    if length > sinks.count or (store.length and length < sinks.count):
+        raise ValueError(f"{length} first tokens do not go with {store.length} behind them, where {sinks.count} stay")
+    if not length:
+        return
+    if store.shape is None:
+        raise ValueError(f"of {length} first tokens the shape is missing")
+    batch, heads, key_dim, value_dim = store.shape
+    keys = take("sinks.key", store.dtype, (batch, heads, length, key_dim))
+    values = take("sinks.value", store.dtype, (batch, heads, length, value_dim))
+    sinks.append(keys, values)
 
 
 def _packed(store: LayerStore, places: list[list[int]], take: Take, empty: list[torch.Tensor]) -> list[Segment]:
@@ -215,7 +249,7 @@ def _place(segment: Segment) -> list[int]:
 
 
 def _checked_place(store: LayerStore, place: list[int]) -> tuple[int, int, int]:
-    start, length, capacity = (_whole(n) for n in place)
+    start, length, capacity = (whole(n) for n in place)
     exact = store.config.residual_length + store.config.sink_tokens + store.warm + store.group
     most_room = 2 * (exact + (store.capacity or 0)) + LARGE_STORE_TOKENS  # room is memory: more than there ever is
     if not start + length <= capacity <= start + length + most_room:
@@ -223,7 +257,8 @@ def _checked_place(store: LayerStore, place: list[int]) -> tuple[int, int, int]:
     return start, length, capacity
 
 
-def _whole(number: Any, least: int = 0) -> int:
+def whole(number: Any, least: int = 0) -> int:
+    """The number, if it is a whole one of at least ``least``; else raises ValueError."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise ValueError(f"{number!r} is no whole number of at least {least}")
     return number
