@@ -14,20 +14,26 @@
 // For whole-number codes both passes are integer multiply-adds. The query, and the probabilities of a block times the value
 // scales, are rounded to 16 bits relative to their largest magnitude; that error is 1/256 of the rounding of the codes.
 
-// Everything a thread needs for one batch row and kv head. The memory is kept between calls, one buffer a thread. The
-// structure itself is a local variable: were it thread-local, inner loops would look its address up again and again.
+// Everything a thread needs: what a block leaves behind, one for all, and a set for each kv head of a band: its queries,
+// and what its blocks have come to so far. `turn_to` says which head's set the pointers are of. The memory is kept
+// between calls, one buffer a thread. The structure itself is a local variable: were it thread-local, inner loops would
+// look its address up again and again.
 struct Workspace {
-  float *query, *packed, *scores, *prob, *acc, *turned, *tile, *part, *key_scale, *key_offset, *value_scale,
-      *value_offset, *folded, *group_sum, *group_unit, *m, *l, *q_unit, *unit, *bad, *factor, *bias, *value_shift;
-  int16_t *q16, *p16, *folded16;
+  // Of the head at hand.
+  float *query, *packed, *group_sum, *group_unit, *q_unit, *bias, *m, *l, *bad, *acc, *turned;
+  int16_t* q16;
+  // Of the block at hand.
+  float *scores, *prob, *tile, *part, *key_scale, *key_offset, *value_scale, *value_offset, *folded, *unit, *factor,
+      *value_shift;
+  int16_t *p16, *folded16;
   int rows, key_stride, value_stride;
   bool odd_values;  // whether a value scale of the current block is not finite
   // The planes that tell how keys and values are transformed; null: not at all.
   const QkvPlane *key_plane, *value_plane;
 
-  explicit Workspace(const QkvAttend& a) {
+  Workspace(const QkvAttend& a, int64_t heads) {
     static thread_local Buffer<float> memory;
-    rows = static_cast<int>(a.group * a.q_len);
+    rows = rows_of(a);
     key_stride = round_up(a.key_dim, 16);
     value_stride = round_up(a.value_dim, 16);
     key_plane = value_plane = nullptr;
@@ -37,40 +43,64 @@ struct Workspace {
         value_plane = &a.regions[k].value;
     }
     const int64_t r = rows, wide = most(most(key_stride, value_stride), kBlock);
-    const int64_t need = r * (3 * key_stride + key_stride + key_stride / 8 + 3 * kBlock + kBlock + 3 * value_stride) +
-                         9 * r + r * kBlock + 4 * wide + 26 * 16;
-    float* p = memory.at_least(need);
-    const auto take = [&p](int64_t n) {
-      float* start = p;
-      p += (n + 15) / 16 * 16;  // every part begins on a cache line
-      return start;
-    };
-    query = take(r * key_stride);
-    packed = take(r * key_stride);
-    folded = take(r * most(key_stride, kBlock));
+    next_ = memory.at_least(heads * head_floats(a) + r * (3 * kBlock + kBlock / 2 + value_stride + 3 + wide + wide / 2) +
+                            4 * wide + 16 * 14);
+    sets_ = next_;
+    set_ = head_floats(a);
+    next_ += heads * set_;
+    turn_to(0);
     scores = take(r * kBlock);
     prob = take(r * kBlock);
     part = take(r * kBlock);
-    acc = take(r * value_stride);
-    turned = take(r * value_stride);
+    p16 = reinterpret_cast<int16_t*>(take(r * kBlock / 2));
     tile = take(r * value_stride);
+    folded = take(r * wide);
+    folded16 = reinterpret_cast<int16_t*>(take(r * wide / 2));
     key_scale = take(wide);
     key_offset = take(wide);
     value_scale = take(wide);
     value_offset = take(wide);
+    unit = take(r);
+    factor = take(r);
+    value_shift = take(r);
+  }
+
+  static int rows_of(const QkvAttend& a) { return static_cast<int>(a.group * a.q_len); }
+
+  // Floats of one head's set.
+  static int64_t head_floats(const QkvAttend& a) {
+    const int64_t r = rows_of(a), key = round_up(a.key_dim, 16), value = round_up(a.value_dim, 16);
+    return 2 * whole(r * key) + whole(r * key / 2) + 2 * whole(r * key / 16) + 5 * whole(r) + 2 * whole(r * value);
+  }
+
+  void turn_to(int64_t head) {
+    float* const kept = next_;
+    const int64_t r = rows;
+    next_ = sets_ + head * set_;
+    query = take(r * key_stride);
+    packed = take(r * key_stride);
     q16 = reinterpret_cast<int16_t*>(take(r * key_stride / 2));
-    p16 = reinterpret_cast<int16_t*>(take(r * kBlock / 2));
-    folded16 = reinterpret_cast<int16_t*>(take(r * most(key_stride, kBlock) / 2));
     group_sum = take(r * key_stride / 16);
     group_unit = take(r * key_stride / 16);
+    q_unit = take(r);
+    bias = take(r);
     m = take(r);
     l = take(r);
-    q_unit = take(r);
-    unit = take(r);
     bad = take(r);
-    factor = take(r);
-    bias = take(r);
-    value_shift = take(r);
+    acc = take(r * value_stride);
+    turned = take(r * value_stride);
+    next_ = kept;
+  }
+
+ private:
+  float *next_, *sets_;
+  int64_t set_;
+
+  static int64_t whole(int64_t n) { return (n + 15) / 16 * 16; }
+  float* take(int64_t n) {  // every part begins on a cache line
+    float* start = next_;
+    next_ += whole(n);
+    return start;
   }
 };
 
@@ -698,16 +728,18 @@ static void save(const Workspace& w, float* at) {
   std::memcpy(at + 3 * w.rows, w.acc, rows * w.value_stride);
 }
 
-// Merges `n` partial results, `step` floats apart, that several threads made of one batch row and kv head.
-static void merge(const QkvAttend& a, int64_t b, int64_t h, float* partials, int64_t step, int n) {
-  const int rows = static_cast<int>(a.group * a.q_len), stride = round_up(a.value_dim, 16);
+// Merges the partial results that n threads made of one batch row and kv head: `first`, and n - 1 from `rest` on, `step`
+// floats apart.
+static void merge(const QkvAttend& a, int64_t b, int64_t h, float* first, float* rest, int64_t step, int n) {
+  const int rows = Workspace::rows_of(a), stride = round_up(a.value_dim, 16);
   for (int r = 0; r < rows; ++r) {
-    float m = kMinusInf;
-    for (int k = 0; k < n; ++k) m = most(m, Partial(partials + k * step, rows).m[r]);
+    const Partial whole(first, rows);
+    float m = whole.m[r];
+    for (int k = 1; k < n; ++k) m = most(m, Partial(rest + (k - 1) * step, rows).m[r]);
     float l = 0, bad = 0;
-    float* acc = Partial(partials, rows).acc + static_cast<int64_t>(r) * stride;
+    float* acc = whole.acc + static_cast<int64_t>(r) * stride;
     for (int k = 0; k < n; ++k) {
-      const Partial p(partials + k * step, rows);
+      const Partial p(k == 0 ? first : rest + (k - 1) * step, rows);
       bad += p.bad[r];
       const float f = p.m[r] == kMinusInf ? 0.0f : exp2_of(p.m[r] - m);
       const float* from = p.acc + static_cast<int64_t>(r) * stride;
@@ -740,40 +772,51 @@ static void fetch_scales(const QkvPlane& plane, int64_t dim, int64_t b, int64_t 
   }
 }
 
-// Blocks first..last-1 of the concatenated regions, for one batch row and kv head.
-static void run(const QkvAttend& a, Workspace& w, int64_t b, int64_t h, int64_t first, int64_t last,
-                int64_t kv_len) {
-  begin(a, w, b, h);
+// Begins to fetch the scales of block j of one head of all batch rows; returns where its keys are.
+static const uint8_t* fetch_block(const QkvAttend& a, const QkvRegion& region, int64_t head, int64_t j) {
+  const int64_t b = head / a.kv_heads, h = head % a.kv_heads, from = first_token(region) + j * kBlock;
+  const int64_t n = least<int64_t>(kBlock, region.skip + region.length - from);
+  fetch_scales(region.key, a.key_dim, b, h, from, n);
+  fetch_scales(region.value, a.value_dim, b, h, from, n);
+  return key_block(a, region.key, plane_codes(region.key, b, h), from);
+}
+
+// Heads that are worked on together: `heads` of those of all batch rows, in the order of memory.
+struct Band {
+  int64_t first, heads;
+};
+
+// Units first..last-1 of a band: blocks, region by region, within a region head by head, as they lie in memory. Whoever
+// reads a segment from end to end reads faster than who goes from segment to segment for every head.
+static void run(const QkvAttend& a, Workspace& w, const Band& band, int64_t first, int64_t last, int64_t kv_len) {
+  for (int64_t k = 0; k < band.heads; ++k) {
+    w.turn_to(k);
+    begin(a, w, (band.first + k) / a.kv_heads, (band.first + k) % a.kv_heads);
+  }
   int64_t index = 0, column = 0;
   for (int64_t k = 0; k < a.n_regions && index < last; ++k) {
     const QkvRegion& region = a.regions[k];
-    const int64_t blocks = block_count(region);
-    const int64_t from = first > index ? first - index : 0;
-    const int64_t to = last - index < blocks ? last - index : blocks;
-    for (int64_t j = from; j < to; ++j) {
+    const int64_t blocks = block_count(region), units = band.heads * blocks;
+    const int64_t to = least(last - index, units);
+    for (int64_t u = most<int64_t>(0, first - index); u < to; ++u) {
+      const int64_t head = band.first + u / blocks, b = head / a.kv_heads, h = head % a.kv_heads, j = u % blocks;
+      w.turn_to(u / blocks);
       const uint8_t* ahead = plane_codes(region.key, b, h);
-      if (j + 1 < blocks) {
-        const int64_t next = first_token(region) + (j + 1) * kBlock;
-        ahead = key_block(a, region.key, ahead, next);
-        fetch_scales(region.key, a.key_dim, b, h, next, kBlock);
-        fetch_scales(region.value, a.value_dim, b, h, next, kBlock);
-      } else if (k + 1 < a.n_regions) {
-        const QkvRegion& behind = a.regions[k + 1];
-        const int64_t n = least<int64_t>(kBlock, behind.length);
-        ahead = plane_codes(behind.key, b, h);
-        fetch_scales(behind.key, a.key_dim, b, h, first_token(behind), n);
-        fetch_scales(behind.value, a.value_dim, b, h, first_token(behind), n);
-      }
+      if (u + 1 < units) ahead = fetch_block(a, region, band.first + (u + 1) / blocks, (u + 1) % blocks);
+      else if (k + 1 < a.n_regions) ahead = fetch_block(a, a.regions[k + 1], band.first, 0);
       block(a, w, region, b, h, block_span(region, j, column, kv_len), ahead);
     }
-    index += blocks;
+    index += units;
     column += region.length;
   }
   if (!w.value_plane) return;
-  for (int r = 0; r < w.rows; ++r) {
-    float* turned = w.turned + r * w.value_stride;
-    restore_row(*w.value_plane, h, turned, static_cast<int>(a.value_dim));
-    add_row(w.acc + r * w.value_stride, turned, w.value_stride, 1.0f, 0.0f);
+  for (int64_t k = 0; k < band.heads; ++k) {
+    w.turn_to(k);
+    for (int r = 0; r < w.rows; ++r) {
+      float* turned = w.turned + r * w.value_stride;
+      restore_row(*w.value_plane, (band.first + k) % a.kv_heads, turned, static_cast<int>(a.value_dim));
+      add_row(w.acc + r * w.value_stride, turned, w.value_stride, 1.0f, 0.0f);
+    }
   }
 }
 
@@ -783,25 +826,35 @@ static int attend(const QkvAttend& a) {
     blocks += block_count(a.regions[k]);
     kv_len += a.regions[k].length;
   }
-  if (a.batch * a.kv_heads == 0) return 0;
+  const int64_t heads = a.batch * a.kv_heads;
+  if (heads == 0) return 0;
+  // As many heads at a time as leave room in the second-level cache for what they read.
+  const int64_t fit = most<int64_t>(1, kBandFloats / Workspace::head_floats(a));
+  const int64_t bands = (heads + fit - 1) / fit, in_band = (heads + bands - 1) / bands;
+  const auto finish_band = [&](Workspace& w, const Band& band) {
+    for (int64_t k = 0; k < band.heads; ++k) {
+      w.turn_to(k);
+      finish(a, w, (band.first + k) / a.kv_heads, (band.first + k) % a.kv_heads);
+    }
+  };
   if (blocks == 0) {
-    Workspace w(a);
-    for (int64_t b = 0; b < a.batch; ++b)
-      for (int64_t h = 0; h < a.kv_heads; ++h) {
-        begin(a, w, b, h);
-        finish(a, w, b, h);
-      }
+    Workspace w(a, in_band);
+    for (int64_t first = 0; first < heads; first += in_band) {
+      const Band band{first, least(in_band, heads - first)};
+      run(a, w, band, 0, 0, 0);
+      finish_band(w, band);
+    }
     return 0;
   }
-  // All blocks of all heads in one line, cut into equal parts: balanced whatever the batch is. A head that is cut gets
-  // partial results, at most two in a part: its first and its last head.
-  const int64_t total = a.batch * a.kv_heads * blocks;
-  const int64_t work = a.batch * a.kv_heads * kv_len * (a.key_dim + a.value_dim);
+  // All blocks of all bands in one line, cut into equal parts: balanced whatever the batch is. A band that is cut gets
+  // partial results, at most two in a part: of its first and its last band.
+  const int64_t total = heads * blocks;
+  const int64_t work = heads * kv_len * (a.key_dim + a.value_dim);
   const int64_t worth = 1 + work / 32768;  // below this a second thread costs more than it brings
   const int parts = static_cast<int>(most<int64_t>(1, least(least<int64_t>(a.threads, worth), total)));
-  const int64_t step = Partial::floats(static_cast<int>(a.group * a.q_len), round_up(a.value_dim, 16));
+  const int64_t step = Partial::floats(Workspace::rows_of(a), round_up(a.value_dim, 16)), slot = in_band * step;
   static thread_local Buffer<float> memory;  // kept between calls: a step allocates nothing once warm
-  float* const partials = memory.at_least(2 * parts * step);
+  float* const partials = memory.at_least(2 * parts * slot);
 #pragma omp parallel num_threads(parts) if (parts > 1)
   {
 #ifdef _OPENMP
@@ -809,31 +862,39 @@ static int attend(const QkvAttend& a) {
 #else
     const int id = 0, count = 1;
 #endif
-    Workspace w(a);
+    Workspace w(a, in_band);
     // A runtime may give fewer threads than asked for: every part is done by somebody.
     for (int part = id; part < parts; part += count) {
-      const int64_t begin_unit = total * part / parts, end = total * (part + 1) / parts;
-      for (int64_t unit = begin_unit; unit < end;) {
-        const int64_t head = unit / blocks, first = unit % blocks;
-        const int64_t last = least(blocks, first + end - unit);
-        run(a, w, head / a.kv_heads, head % a.kv_heads, first, last, kv_len);
-        if (first == 0 && last == blocks) finish(a, w, head / a.kv_heads, head % a.kv_heads);
-        else save(w, partials + (2 * part + (first == 0 ? 1 : 0)) * step);
-        unit += last - first;
+      const int64_t end = total * (part + 1) / parts;
+      for (int64_t unit = total * part / parts; unit < end;) {
+        const int64_t begun = unit / blocks / in_band * in_band;
+        const Band band{begun, least(in_band, heads - begun)};
+        const int64_t from = unit - begun * blocks, to = least(band.heads * blocks, end - begun * blocks);
+        run(a, w, band, from, to, kv_len);
+        unit += to - from;
+        if (from == 0 && to == band.heads * blocks) {
+          finish_band(w, band);
+          continue;
+        }
+        float* at = partials + (2 * part + (from == 0 ? 1 : 0)) * slot;
+        for (int64_t k = 0; k < band.heads; ++k, at += step) {
+          w.turn_to(k);
+          save(w, at);
+        }
       }
     }
   }
-  // A head that is cut begins in slot 1 of a part (its first block is that part's last head) and goes on in slot 0 of
-  // the parts behind it: made contiguous here, then merged.
-  for (int part = 0; part < parts; ++part) {
+  // A band that is cut begins in slot 1 of a part (it is that part's last) and goes on in slot 0 of the parts behind it.
+  for (int part = 0; part + 1 < parts; ++part) {
     const int64_t cut = total * (part + 1) / parts;  // the unit at which this part ends
-    if (part + 1 == parts || cut % blocks == 0) continue;
-    const int64_t head = cut / blocks;
-    if (total * part / parts > head * blocks) continue;  // begun earlier: merged there
+    const int64_t begun = cut / blocks / in_band * in_band;
+    const Band band{begun, least(in_band, heads - begun)};
+    if (cut == begun * blocks || total * part / parts > begun * blocks) continue;  // not cut, or begun earlier
     int n = 1;
-    for (int k = part + 1; k < parts && total * k / parts < (head + 1) * blocks; ++k, ++n)
-      if (n > 1) std::memcpy(partials + (2 * part + 1 + n) * step, partials + 2 * k * step, step * sizeof(float));
-    merge(a, head / a.kv_heads, head % a.kv_heads, partials + (2 * part + 1) * step, step, n);
+    while (part + n < parts && total * (part + n) / parts < (begun + band.heads) * blocks) ++n;
+    for (int64_t k = 0; k < band.heads; ++k)
+      merge(a, (begun + k) / a.kv_heads, (begun + k) % a.kv_heads, partials + (2 * part + 1) * slot + k * step,
+            partials + 2 * (part + 1) * slot + k * step, 2 * slot, n);
   }
   return 0;
 }

@@ -2,6 +2,8 @@
 // instruction set, inside a namespace, after a simd_*.h.
 
 constexpr int kBlock = 256;
+// What the queries and results of the heads that are worked on together may take: a part of a second-level cache.
+constexpr int64_t kBandFloats = 24 * 1024;
 constexpr float kMinusInf = -__builtin_inff();
 
 static inline int round_up(int64_t x, int m) { return static_cast<int>((x + m - 1) / m * m); }

@@ -53,7 +53,7 @@ struct Int8Codec {
   static constexpr float kUnit = 1.0f;
   static constexpr int kVecs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
-  static constexpr int groups(int rows) { return rows <= 2 ? 4 : 2; }
+  static constexpr int groups(int rows) { return rows <= 3 ? 4 : 2; }
   static inline Vec zero() { return _mm512_setzero_si512(); }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     v[0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
