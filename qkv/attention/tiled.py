@@ -19,6 +19,8 @@ from qkv.view import KVView
 TILE = 2048
 # Queries in one piece where some tokens are seen exactly: a multiple of all sizes of groups.
 LATE_PIECE = 128
+# Such pieces that are done together: what they see exactly is copied for each.
+LATE_PIECES = 8
 
 
 def serves(query: torch.Tensor, view: KVView) -> bool:
@@ -102,15 +104,51 @@ def attend_late(
     while first < q_len:
         # Pieces end at positions that are multiples of LATE_PIECE, so that groups end there too.
         rows = slice(first, min((start + first) // LATE_PIECE * LATE_PIECE + LATE_PIECE - start, q_len))
+        alike = rest.alike(q_len, rows) if mask is None else 1
+        rows = slice(first, rows.stop + (alike - 1) * LATE_PIECE)
         part = query[:, :, rows]
         total, log_sum = _nothing_seen(part, view, sinks) if totals is None else (x[:, :, rows] for x in totals)
-        for keys, values, allowed in rest.tiles(mask, q_len, rows):
-            _merge(total, log_sum, *_tile(part, keys, values, allowed, softmax_scale, softcap))
+        if alike > 1:
+            _take_alike(total, log_sum, part, rest, q_len, rows, softmax_scale, softcap)
+        else:
+            for keys, values, allowed in rest.tiles(mask, q_len, rows):
+                _merge(total, log_sum, *_tile(part, keys, values, allowed, softmax_scale, softcap))
         if not bool(total.isfinite().all()):
             return None
         out[:, rows] = total.transpose(1, 2)
         first = rows.stop
     return out
+
+
+def _take_alike(
+    total: torch.Tensor,
+    log_sum: torch.Tensor,
+    query: torch.Tensor,
+    rest: _Rest,
+    q_len: int,
+    rows: slice,
+    softmax_scale: float,
+    softcap: float | None,
+) -> None:
+    """Merges what the queries ``rows`` see, pieces that are alike: what each sees exactly is one call for all.
+
+    Many small calls would take as long again as the arithmetic.
+    """
+    batch, heads, count, dim = query.shape
+    n = count // LATE_PIECE
+    out, sums = torch.zeros_like(total), torch.full_like(log_sum, -torch.inf)
+    for k in range(n):
+        piece = slice(k * LATE_PIECE, (k + 1) * LATE_PIECE)
+        keys, values = rest.common(q_len, rows.start + piece.start)
+        if keys.shape[2]:
+            tile = _tile(query[:, :, piece], keys, values, None, softmax_scale, softcap)
+            out[:, :, piece], sums[:, :, piece] = tile
+    _merge(total, log_sum, out, sums)
+    keys, values, allowed = rest.own(q_len, rows, n)
+    pieces = query.reshape(batch, heads, n, LATE_PIECE, dim).transpose(1, 2).flatten(0, 1)
+    out, sums = _tile(pieces, keys, values, allowed, softmax_scale, softcap)
+    out = out.unflatten(0, (batch, n)).transpose(1, 2).flatten(2, 3)
+    _merge(total, log_sum, out, sums.unflatten(0, (batch, n)).transpose(1, 2).flatten(2, 3))
 
 
 @dataclass(frozen=True)
@@ -142,8 +180,7 @@ class _Rest:
         """Keys, values and masks for the queries ``rows`` of ``q_len``: what they all see as stored, and the others."""
         view, late = self.view, self.view.late
         assert late is not None
-        asking = view.length - q_len + rows.start
-        common = max(_seen_as_stored(view, view.first + asking), self.begin)
+        common = self._stored_before(self._asking(q_len, rows.start))
         if common > self.begin:
             seen = slice(0, common - self.begin)
             yield self.stored[0][:, :, seen], self.stored[1][:, :, seen], _part(mask, rows, self.begin, common)
@@ -159,6 +196,58 @@ class _Rest:
                 for stored, exact in zip(self.stored, self.exact, strict=True)
             )
             yield keys, values, late_mask(view, mask, q_len, rows.start, rows.stop - rows.start, True, (common, last))
+
+    def alike(self, q_len: int, rows: slice) -> int:
+        """How many pieces from ``rows`` on, which is one, see tokens in the same places as seen from their beginning.
+
+        At least 1. None of them is cut, and of all that they do not see as stored there are copies.
+        """
+        view, begin = self.view, self._asking(q_len, rows.start)
+        back = begin - self._stored_before(begin)
+        copied = late_columns(view, begin - back, view.length)
+        regular = rows.stop - rows.start == LATE_PIECE and copied.start == begin - back
+        if not regular or view.late is None or view.first + begin + 1 < view.late.warm:
+            return 1
+        n = 1
+        while n < LATE_PIECES and begin + (n + 1) * LATE_PIECE <= copied.stop:
+            asking = begin + n * LATE_PIECE
+            if asking - self._stored_before(asking) != back:
+                break
+            n += 1
+        return n
+
+    def common(self, q_len: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the piece that begins with the query ``row`` sees as stored; maybe none."""
+        seen = slice(0, self._stored_before(self._asking(q_len, row)) - self.begin)
+        return self.stored[0][:, :, seen], self.stored[1][:, :, seen]
+
+    def own(self, q_len: int, rows: slice, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values ``[batch * n, kv_heads, tokens, dim]`` of n pieces that are alike, behind :meth:`common`.
+
+        First as stored, then exactly; and the mask, one for all.
+        """
+        late = self.view.late
+        assert late is not None
+        begin = self._asking(q_len, rows.start)
+        low = self._stored_before(begin)
+        size = begin + LATE_PIECE - low
+        here = slice(low - self.begin, low - self.begin + size + (n - 1) * LATE_PIECE)
+        shift = self.view.first + self.begin - late.first
+        copies = slice(here.start + shift, here.stop + shift)
+        both = []
+        for stored, exact in zip(self.stored, self.exact, strict=True):
+            parts = [x.unfold(2, size, LATE_PIECE) for x in (stored[:, :, here], exact[:, :, copies])]
+            both.append(torch.cat([part.permute(0, 2, 1, 4, 3) for part in parts], dim=3).flatten(0, 1))
+        mask = late_mask(self.view, None, q_len, rows.start, LATE_PIECE, True, (low, low + size))
+        return both[0], both[1], mask
+
+    def _asking(self, q_len: int, row: int) -> int:
+        """The token shown that is the query ``row``'s own."""
+        return self.view.length - q_len + row
+
+    def _stored_before(self, asking: int) -> int:
+        """Up to which of the tokens shown the query of a token, and all behind it, see those as stored."""
+        return max(_seen_as_stored(self.view, self.view.first + asking), self.begin)
 
 
 def _seen_as_stored(view: KVView, query: int) -> int:
