@@ -10,6 +10,7 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption
 from qkv.cli.run import Run
+from qkv_eval.options import SeenTextOption, WindowOption
 
 
 def calibrate(
@@ -28,10 +29,8 @@ def calibrate(
     sink_tokens: Annotated[
         int, typer.Option("--sink-tokens", min=0, help="first tokens that the cache will keep exact: they do not count")
     ] = 0,
-    text: Annotated[
-        str | None, typer.Option("--text", help="a text file to run over (default: an embedded text)", metavar="FILE")
-    ] = None,
-    window: Annotated[int, typer.Option("--window", min=2, help="tokens in a window of text")] = 2048,
+    text: SeenTextOption = None,
+    window: WindowOption = 2048,
     limit: Annotated[int, typer.Option("--limit", min=0, help="windows to run over; 0: all")] = 8,
     model: ModelOption = "smollm2",
     dtype: DtypeOption = "float32",

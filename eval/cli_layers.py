@@ -8,14 +8,13 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.options import SeenTextOption, WindowOption
 
 
 def layers(
     formats: Annotated[str, typer.Option("--formats", help="formats of ours, YAML files; a list")] = "int8,fp8_e4m3",
-    text: Annotated[
-        str | None, typer.Option("--text", help="a text file to run over (default: an embedded text)", metavar="FILE")
-    ] = None,
-    window: Annotated[int, typer.Option("--window", min=2, help="tokens in a window of text")] = 512,
+    text: SeenTextOption = None,
+    window: WindowOption = 512,
     limit: Annotated[int, typer.Option("--limit", min=1, help="windows to run over")] = 1,
     heads: Annotated[bool, typer.Option("--heads", help="print the rows of heads as well")] = False,
     model: ModelOption = "smollm2",

@@ -8,12 +8,11 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.options import PeersOption
 
 
 def lm(
-    formats: Annotated[
-        str, typer.Option("--formats", help="caches beside dynamic: formats, YAML files, hf-...")
-    ] = "none,int8,fp8_e4m3",
+    formats: PeersOption = "none,int8,fp8_e4m3",
     tasks: Annotated[
         str, typer.Option("--tasks", help="tasks of lm-eval; with --data these three are read from local files")
     ] = "arc_easy,piqa,lambada_openai",

@@ -8,20 +8,17 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.options import PeersOption, ScoredTextOption, WindowOption
 
 
 def ppl(
-    formats: Annotated[
-        str, typer.Option("--formats", help="caches beside dynamic: formats, YAML files, hf-...")
-    ] = "none,int8,fp8_e4m3",
-    text: Annotated[
-        str | None, typer.Option("--text", help="a text file to score (default: an embedded text)", metavar="FILE")
-    ] = None,
+    formats: PeersOption = "none,int8,fp8_e4m3",
+    text: ScoredTextOption = None,
     dataset: Annotated[
         str | None,
         typer.Option("--dataset", help="a data set of the hub to score", metavar="NAME[:CONFIG:SPLIT:COLUMN]"),
     ] = None,
-    window: Annotated[int, typer.Option("--window", min=2, help="tokens in a window of text")] = 2048,
+    window: WindowOption = 2048,
     stride: Annotated[
         int | None, typer.Option("--stride", min=1, help="tokens from one window to the next (default: no overlap)")
     ] = None,

@@ -8,12 +8,11 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_ints, parse_list
 from qkv.cli.run import Run
+from qkv_eval.options import PeersOption
 
 
 def recall(
-    formats: Annotated[
-        str, typer.Option("--formats", help="caches beside dynamic: formats, YAML files, hf-...")
-    ] = "int8,fp8_e4m3",
+    formats: PeersOption = "int8,fp8_e4m3",
     tasks: Annotated[
         str, typer.Option("--tasks", help="passkey, many_keys, copy: which of them, a list")
     ] = "passkey,many_keys,copy",

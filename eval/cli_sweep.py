@@ -32,16 +32,18 @@ def sweep(
     from dataclasses import replace
 
     from qkv_eval import sweep as sweeping
+    from qkv_eval.results_file import read_results
+    from qkv_eval.sweep_config import read_sweep
 
     setup = describe_setup()
-    sweeps = [sweeping.read_sweep(config, output) for config in configs]
+    sweeps = [read_sweep(config, output) for config in configs]
     if model is not None:
         pairs = [dict.fromkeys((model, dtype) for _, dtype in one.models) for one in sweeps]
         sweeps = [replace(one, models=tuple(models)) for one, models in zip(sweeps, pairs, strict=True)]
     planned = [sweeping.plan(one, setup, seed) for one in sweeps]  # what is wrong in the last shows before the first
     if dry_run:
         for one, cells in zip(sweeps, planned, strict=True):
-            rows, problems = sweeping.read_results(one.output) if one.output.exists() else ([], [])
+            rows, problems = read_results(one.output) if one.output.exists() else ([], [])
             for problem in problems:
                 run.warn(problem)
             finished = {row["key"]: row for row in rows}

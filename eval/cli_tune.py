@@ -71,12 +71,14 @@ def tune(
 
     from qkv.models import check_dtype, find_model
     from qkv_eval import tune as tuning
+    from qkv_eval.keys import model_identity
     from qkv_eval.peers import with_baseline
-    from qkv_eval.sweep import ResultsFile, model_identity
+    from qkv_eval.results_file import ResultsFile
     from qkv_eval.text import load_text
     from qkv_eval.tune_costs import read_candidates
+    from qkv_eval.tune_settings import TuneSettings
 
-    settings = tuning.TuneSettings(
+    settings = TuneSettings(
         bits,
         max_kld,
         max_ratio_of_time,

@@ -8,21 +8,20 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
+from qkv_eval.options import CacheFormatOption, ScoredTextOption
 
 
 def window(
     ways: Annotated[
         str, typer.Option("--ways", help="window, no-sinks, recomputed (the last tokens read anew), whole (no limit)")
     ] = "window,no-sinks,recomputed,whole",
-    cache_format: Annotated[str, typer.Option("--format", "-f", help="of the cache")] = "int8",
+    cache_format: CacheFormatOption = "int8",
     size: Annotated[int, typer.Option("--window", min=1, help="tokens that stay beside the first ones")] = 512,
     sinks: Annotated[int, typer.Option("--sinks", min=0, help="how many of the first tokens stay")] = 4,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="of the text to score")] = 5120,
     block: Annotated[int, typer.Option("--block", min=1, help="tokens that a figure is given for")] = 512,
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="tokens in one pass")] = 128,
-    text: Annotated[
-        str | None, typer.Option("--text", help="a text file to score (default: an embedded text)", metavar="FILE")
-    ] = None,
+    text: ScoredTextOption = None,
     model: ModelOption = "smollm2",
     dtype: DtypeOption = "float32",
     json: JsonOption = None,

@@ -14,25 +14,19 @@ from rich.text import Text as RichText
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_list
 from qkv.cli.run import Run
-from qkv_eval.bench.cli_offload import offload
-from qkv_eval.bench.commands import RoundsOption, bench
+from qkv_eval.bench.commands import bench
+from qkv_eval.options import PeersOption, RoundsOption, ScoredTextOption, WindowOption
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["bench", "compare"]
 
-bench.command("offload")(offload)
-
 
 def compare(
-    formats: Annotated[
-        str, typer.Option("--formats", help="caches beside dynamic: formats, YAML files, hf-...")
-    ] = "none,int8,fp8_e4m3",
-    text: Annotated[
-        str | None, typer.Option("--text", help="a text file to score (default: an embedded text)", metavar="FILE")
-    ] = None,
-    window: Annotated[int, typer.Option("--window", min=2, help="tokens in a window of text")] = 2048,
+    formats: PeersOption = "none,int8,fp8_e4m3",
+    text: ScoredTextOption = None,
+    window: WindowOption = 2048,
     limit: Annotated[int, typer.Option("--limit", min=1, help="windows to score")] = 2,
     context: Annotated[int, typer.Option("--context", min=1, help="tokens in the cache when a step is timed")] = 4096,
     batch: Annotated[int, typer.Option("--batch", min=1, help="sequences in the cache when a step is timed")] = 4,

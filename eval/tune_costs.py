@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from transformers import DynamicCache
 
 import qkv
@@ -32,6 +31,7 @@ from qkv.named_caches import as_argument
 from qkv_eval.bench.bandwidth import last_level_cache
 from qkv_eval.bench.timing import Contestant, time_in_turn
 from qkv_eval.divergence import compare_predictions
+from qkv_eval.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,12 +98,7 @@ def read_candidates(path: str | Path) -> dict[str, tuple[Candidate, ...]]:
         ValueError: the file is missing or no YAML, a list is missing or empty, a field or a format is unknown, or a
             value is not allowed. The message names the file.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the candidates {str(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, "candidates")
     try:
         if not isinstance(content, Mapping) or set(content) != {"keys", "values"}:
             raise ValueError("candidates are two lists, keys and values")

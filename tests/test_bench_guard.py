@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Command
 
-from qkv_eval.bench import commands, guard
+from qkv_eval.bench import cli_guard, guard
 from qkv_eval.bench.guard import BETTER, HELD, MISSING, SKIPPED, WORSE, Check, Expected, judge, read_expected, updated
 
 META = {"command": "bench kernel", "processor": "A Processor", "threads": 2, "version": "1", "date": "2026-01-02"}
@@ -245,7 +245,7 @@ def test_without_results_the_command_runs_the_benchmarks(
         asked.append(arguments[3:])
         return Done()
 
-    monkeypatch.setattr(commands.subprocess, "run", run)
+    monkeypatch.setattr(cli_guard.subprocess, "run", run)
     assert command("bench", "guard", "--expected", expected_file, "--threads", 1).status == 1
     assert asked == [["bench", "kernel", "--json", "-", "--threads", "1"]]
     monkeypatch.setattr(Done, "returncode", 2)
@@ -271,5 +271,5 @@ def test_expectations_that_are_missing_get_one_line(command: Command, tmp_path: 
     assert done.status == 2
     assert "cannot read the expectations" in done.err
     with pytest.raises(ValueError, match="name no runs"):
-        commands._run_benchmarks((), None)
+        cli_guard._run_benchmarks((), None)
     assert guard.EXPECTED.is_file()

@@ -22,8 +22,9 @@ pytest.importorskip("matplotlib", reason="a report needs matplotlib (pip install
 pytest.importorskip("jinja2", reason="a report needs jinja2 (pip install 'qkv[report]')")
 
 from qkv_eval.report import build_page, load_runs, write_page
-from qkv_eval.report.charts import pareto, short
+from qkv_eval.report.charts import pareto
 from qkv_eval.report.load import KINDS, OTHER, Run, number
+from qkv_eval.report.series import short
 from qkv_eval.report.tables import make_table
 
 META = {

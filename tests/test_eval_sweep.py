@@ -21,9 +21,10 @@ import pytest
 import typer
 import yaml
 
-from qkv_eval import sweep
+from qkv_eval import results_file, sweep, sweep_config
 from qkv_eval.report import build_page, load_runs
-from qkv_eval.sweep import Evaluation, ResultsFile
+from qkv_eval.results_file import ResultsFile, read_results
+from qkv_eval.sweep_config import Evaluation, find_evaluation, read_sweep, register_evaluation
 
 pytestmark = pytest.mark.usefixtures("plain_int8")
 
@@ -71,19 +72,20 @@ def run_nothing(settings):
 
 DRIVER = """
 import os, signal, sys
-from qkv_eval import sweep
-sweep.register_evaluation("fake", sweep.Evaluation("eval fake", "fake_evaluation:run", "fake_evaluation:FakeSettings"))
+from qkv_eval import results_file, sweep
+from qkv_eval.sweep_config import Evaluation, read_sweep, register_evaluation
+register_evaluation("fake", Evaluation("eval fake", "fake_evaluation:run", "fake_evaluation:FakeSettings"))
 if len(sys.argv) > 2:
-    whole, left = sweep._write, [int(sys.argv[2])]
+    whole, left = results_file._write, [int(sys.argv[2])]
     def write_half(file, content):
         left[0] -= 1
         if left[0] < 0:
             os.write(file, content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         whole(file, content)
-    sweep._write = write_half
+    results_file._write = write_half
 setup = {"version": "1", "torch": "2", "transformers": "5", "python": "3.11"}
-outcome = sweep.run(sweep.read_sweep(sys.argv[1]), lambda name, dtype: (None, None), setup=setup, warn=print)
+outcome = sweep.run(read_sweep(sys.argv[1]), lambda name, dtype: (None, None), setup=setup, warn=print)
 print(len(outcome.computed), "computed")
 """
 
@@ -113,7 +115,7 @@ class Workplace:
             self.loaded.append(name)
             return None, None
 
-        wanted = sweep.read_sweep(path or self.folder / "sweep.yaml")
+        wanted = read_sweep(path or self.folder / "sweep.yaml")
         return sweep.run(wanted, load, **{"setup": SETUP, "warn": self.warnings.append, **changes})
 
     def drive(self, *arguments: object) -> subprocess.Popen[str]:
@@ -140,10 +142,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     (tmp_path / "fake_evaluation.py").write_text(FAKE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
-    monkeypatch.setattr(sweep, "_EVALUATIONS", dict(sweep._EVALUATIONS))
+    monkeypatch.setattr(sweep_config, "_EVALUATIONS", dict(sweep_config._EVALUATIONS))
     for name in ("run", "run_wrong", "run_nothing"):
         entry = Evaluation("eval fake", f"fake_evaluation:{name}", "fake_evaluation:FakeSettings")
-        sweep.register_evaluation(name.replace("run", "fake"), entry)
+        register_evaluation(name.replace("run", "fake"), entry)
     monkeypatch.delitem(sys.modules, "fake_evaluation", raising=False)
     return Workplace(tmp_path)
 
@@ -322,7 +324,7 @@ def test_prompts_and_memory_of_a_real_model(
 
 
 def keys(place: Workplace, **setup: Any) -> list[str]:
-    return [cell.key for cell in sweep.plan(sweep.read_sweep(place.folder / "sweep.yaml"), {**SETUP, **setup})]
+    return [cell.key for cell in sweep.plan(read_sweep(place.folder / "sweep.yaml"), {**SETUP, **setup})]
 
 
 def test_a_default_that_is_written_out_and_the_order_of_settings_change_no_key(place: Workplace) -> None:
@@ -439,7 +441,7 @@ def test_a_damaged_line_in_the_middle_costs_that_cell_alone(place: Workplace) ->
     place.run()
     lines = place.output.read_bytes().splitlines(keepends=True)
     place.output.write_bytes(lines[0] + lines[1] + b"\0" * 40 + b"\n" + lines[3])
-    rows, problems = sweep.read_results(place.output)
+    rows, problems = read_results(place.output)
     assert [row["cache"] for row in rows] == ["dynamic", "none", "fp8_e4m3"]
     assert problems == [f"line 3 of {str(place.output)!r} is damaged and is left out"]
     outcome = place.run()
@@ -453,7 +455,7 @@ def test_a_full_disk_is_one_clear_error_and_finished_cells_stay(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.write()
-    whole, left = sweep._write, [2]
+    whole, left = results_file._write, [2]
 
     def fill_up(file: int, content: bytes) -> None:
         left[0] -= 1
@@ -462,11 +464,11 @@ def test_a_full_disk_is_one_clear_error_and_finished_cells_stay(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole(file, content)
 
-    monkeypatch.setattr(sweep, "_write", fill_up)
+    monkeypatch.setattr(results_file, "_write", fill_up)
     with pytest.raises(ValueError, match="No space left on device; the 2 finished cells in it are whole; make room"):
         place.run()
     assert place.caches() == ["dynamic", "none"]
-    monkeypatch.setattr(sweep, "_write", whole)
+    monkeypatch.setattr(results_file, "_write", whole)
     assert len(place.run().computed) == 2
     assert place.warnings == []
 
@@ -596,17 +598,17 @@ def test_a_file_that_is_no_sweep_is_refused_by_name(tmp_path: Path, content: str
     path = tmp_path / "wrong.yaml"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
-        sweep.read_sweep(path)
+        read_sweep(path)
     assert "wrong.yaml" in str(caught.value)
     with pytest.raises(ValueError, match=r"cannot read the sweep '.*gone\.yaml': No such file"):
-        sweep.read_sweep(tmp_path / "gone.yaml")
+        read_sweep(tmp_path / "gone.yaml")
 
 
 def test_an_evaluation_can_be_registered_once(place: Workplace) -> None:
-    entry = sweep._EVALUATIONS["fake"]
+    entry = find_evaluation("fake")
     with pytest.raises(ValueError, match="already an evaluation 'fake'"):
-        sweep.register_evaluation("fake", entry)
-    sweep.register_evaluation("gone", replace(entry, settings="no_such_module:Settings"))
+        register_evaluation("fake", entry)
+    register_evaluation("gone", replace(entry, settings="no_such_module:Settings"))
     place.write(evaluations=["gone"])
     with pytest.raises(ValueError, match="the evaluation 'gone' cannot be used here: No module named 'no_such_module'"):
         place.run()
@@ -617,7 +619,7 @@ def test_the_sweeps_in_configs_are_valid(monkeypatch: pytest.MonkeyPatch) -> Non
     found = sorted(Path("configs/sweeps").glob("*.yaml"))
     assert found
     for path in found:
-        for wanted in sweep.read_sweep(path).evaluations:
+        for wanted in read_sweep(path).evaluations:
             assert wanted.caches
 
 

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import qkv
-from qkv_eval import tune, tune_costs
-from qkv_eval.sweep import ResultsFile
+from qkv_eval import tune, tune_costs, tune_measure
+from qkv_eval.results_file import ResultsFile
 from qkv_eval.text import Text, load_text
-from qkv_eval.tune import TuneSettings, split_text
 from qkv_eval.tune_costs import Candidate, Ledger, Passes, default_candidates, measure_time, read_candidates
+from qkv_eval.tune_measure import Measurements
+from qkv_eval.tune_settings import TuneSettings, split_text
 from qkv_eval.tune_solve import solve
 
 SETUP = {"version": "1", "torch": "2", "transformers": "5", "python": "3.11", "processor": "a", "threads": 1}
@@ -424,7 +425,7 @@ def test_a_limit_on_the_time_is_kept_by_what_pairs_take_together(
         # Two of few bits take longer together than each beside int8.
         return 1e-3 * (time + 0.1 * ("int8" not in sides)), 1e-3, 0.0
 
-    monkeypatch.setattr(tune, "measure_time", take)
+    monkeypatch.setattr(tune_measure, "measure_time", take)
     timed = again(model, tokenizer, candidates, file, bits=6.5, max_ratio_of_time=1.3)
     assert timed["choice"]["time_ratio"] <= 1.3
     assert timed["choice"]["bits_per_value"] <= 6.5
@@ -447,14 +448,13 @@ def test_sinks_stay_exact_with_every_candidate(
 
 
 def test_a_prediction_that_is_far_off_and_a_better_uniform_one_are_told() -> None:
-    tuner = SimpleNamespace(notes=[], settings=SimpleNamespace(max_kld=0.1))
     choice = {"kld_predicted": 0.1, "kld_mean": 0.25, "bits_per_value": 4.5}
     other = {"format": "int4", "kind": "uniform", "kld_mean": 0.2, "bits_per_value": 4.5, "kld_validation": 1}
-    tune._Tuner._judge(tuner, choice, [choice | {"kind": "tuned"}, other])  # type: ignore[arg-type]
-    assert len(tuner.notes) == 3
-    assert "2.5 times the predicted one" in tuner.notes[0]
-    assert "on held-out text it is 0.25" in tuner.notes[1]
-    assert "int4 stores no more" in tuner.notes[2]
+    notes = tune._doubts(choice, [choice | {"kind": "tuned"}, other], max_kld=0.1)
+    assert len(notes) == 3
+    assert "2.5 times the predicted one" in notes[0]
+    assert "on held-out text it is 0.25" in notes[1]
+    assert "int4 stores no more" in notes[2]
 
 
 # ---- resuming ------------------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_a_second_run_measures_nothing_and_another_budget_no_layer(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(Passes, "__enter__", refuse)
-    monkeypatch.setattr(tune, "score_caches", refuse)
+    monkeypatch.setattr(tune_measure, "score_caches", refuse)
     before = file.read_bytes()
     same = again(model, tokenizer, candidates, file, bits=6.5)
     assert same == tuned
@@ -490,17 +490,18 @@ import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from conftest import make_tiny_model, make_tiny_tokenizer
 from pathlib import Path
-from qkv_eval import sweep, tune
-whole, left = sweep._write, [int(sys.argv[4])]
+from qkv_eval import results_file, tune
+from qkv_eval.tune_settings import TuneSettings
+whole, left = results_file._write, [int(sys.argv[4])]
 def write_half(file, content):
     left[0] -= 1
     if left[0] < 0:
         os.write(file, content[: len(content) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
     whole(file, content)
-sweep._write = write_half
-wanted = tune.TuneSettings(bits=9, candidates=sys.argv[3], **json.loads(sys.argv[5]))
-with sweep.ResultsFile(Path(sys.argv[2])) as kept:
+results_file._write = write_half
+wanted = TuneSettings(bits=9, candidates=sys.argv[3], **json.loads(sys.argv[5]))
+with results_file.ResultsFile(Path(sys.argv[2])) as kept:
     tune.run(make_tiny_model(), make_tiny_tokenizer(), wanted, results=kept, setup=json.loads(sys.argv[6]))
 """
 
@@ -623,9 +624,9 @@ def test_smoothing_draws_an_outlying_divergence_towards_its_layer_and_its_candid
     }
     klds[2, candidates["key"][0]] = {"kld": 1e-3}
     pairs = list(itertools.product(candidates["key"], candidates["value"]))
-    tuner: Any = object.__new__(tune._Tuner)
-    tuner.candidates, tuner.klds, tuner.pairs = candidates, klds, pairs
-    tuner.ledger = SimpleNamespace(layers=dict.fromkeys(range(4)))
-    plain, smooth = tuner._costs(), tuner._smooth_costs()
+    measured: Any = object.__new__(Measurements)
+    measured.candidates, measured.klds, measured.pairs = candidates, klds, pairs
+    measured.ledger = SimpleNamespace(layers=dict.fromkeys(range(4)))
+    plain, smooth = measured.costs(), measured.smooth_costs()
     assert plain[2][0] < smooth[2][0] < plain[1][0]
     assert smooth[0][3] == pytest.approx(plain[0][3], rel=0.3)

@@ -1,6 +1,6 @@
 """Triton's kernels in Triton's interpreter, on CPU tensors: test_triton.py runs this file in a process of its own.
 
-Attention is held against the oracle on identical codes. How much it may be off is what test_attention.py says: in
+Attention is held against the oracle on identical codes. How much it may be off is what attending.py says: in
 float32 what a kernel may; in bfloat16 and float16, in which these kernels multiply, twice the error of plain attention
 in that type. Codes lie as on a GPU: those of 8 bits in rows.
 """
@@ -20,8 +20,8 @@ import torch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "Triton decides when it is imported; run test_triton.py"
 
+from attending import Data, Shape, Wanted, f64, pass_over, random_data, rms, some_mask, view_of, with_infinities
 from setups import SETUPS, fits
-from test_attention import Data, Shape, Wanted, f64, pass_over, random_data, rms, some_mask, view_of, with_infinities
 
 from qkv import planes
 from qkv.attention import attention, choose, triton_decode

@@ -8,10 +8,11 @@ import typer
 
 from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption
 from qkv.cli.run import Run
+from qkv_eval.options import CacheFormatOption
 
 
 def offload(
-    cache_format: Annotated[str, typer.Option("--format", "-f", help="of the cache")] = "int8",
+    cache_format: CacheFormatOption = "int8",
     context: Annotated[int, typer.Option("--context", min=1, help="tokens in the cache")] = 8192,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="that the cache may take in memory")] = 1 << 25,
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="tokens of the prompt in one pass")] = 128,

@@ -1,13 +1,10 @@
-"""The commands ``qkv bench``: they parse, call and print.
+"""The commands ``qkv bench``, the longer ones from ``cli_*.py``: they parse, call and print.
 
 This module is loaded for ``qkv --help``, so it imports torch only inside the commands.
 """
 
 from __future__ import annotations
 
-import json as jsons
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -24,6 +21,10 @@ from qkv.cli.options import (
     parse_shapes,
 )
 from qkv.cli.run import Run
+from qkv_eval.bench.cli_guard import guard
+from qkv_eval.bench.cli_offload import offload
+from qkv_eval.bench.cli_redundancy import redundancy
+from qkv_eval.options import RoundsOption
 
 CachesOption = Annotated[str, typer.Option("--caches", help="caches beside dynamic: formats, YAML files, hf-...")]
 BatchOption = Annotated[str, typer.Option("--batch", help="sequences, a list")]
@@ -31,20 +32,12 @@ PromptOption = Annotated[str, typer.Option("--context", help="tokens of the prom
 ChunkOption = Annotated[
     int | None, typer.Option("--chunk", min=1, help="tokens of the prompt in one pass (default: all at once)")
 ]
-RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="timed turns of each peer")]
 
 # The context that a cache's own share of a step is measured against.
 BASE_CONTEXT = 16
 
-bench = typer.Typer(
-    help="Time and size of caches: a decode step, a prompt, memory, attention alone; what one saves at all; and a "
-    "guard over the figures.",
-    no_args_is_help=True,
-)
 
-
-@bench.command("decode")
-def bench_decode(
+def decode(
     caches: CachesOption = "dynamic,none,int8",
     batch: BatchOption = "1",
     context: Annotated[str, typer.Option("--context", help="tokens in the cache, a list")] = "128,4096",
@@ -72,16 +65,16 @@ def bench_decode(
     if steps >= min(contexts):
         raise ValueError(f"--steps {steps} must be less than every context; the smallest is {min(contexts)}")
 
-    from qkv_eval.bench import decode
+    from qkv_eval.bench import decode as benchmark
     from qkv_eval.peers import with_baseline
 
     with_baseline(names)
     loaded, _ = run.load_model(model, dtype)
-    settings = decode.DecodeSettings(
+    settings = benchmark.DecodeSettings(
         names, batches, contexts, rounds, seed=seed, base=BASE_CONTEXT if share else None, steps=steps
     )
     with run.progress:
-        results = decode.run(loaded, settings, run.progress)
+        results = benchmark.run(loaded, settings, run.progress)
     rows, fits, notes = results["rows"], results["fits"], results["notes"]
     columns = {
         "cache": "cache",
@@ -114,8 +107,7 @@ def bench_decode(
     _finish(run, "bench decode", rows, notes, fits=fits)
 
 
-@bench.command("prefill")
-def bench_prefill(
+def prefill(
     caches: CachesOption = "dynamic,none,int8",
     batch: BatchOption = "1",
     context: PromptOption = "1024",
@@ -132,14 +124,14 @@ def bench_prefill(
     names, batches = parse_list(caches, "--caches"), parse_ints(batch, "--batch")
     contexts = parse_ints(context, "--context")
 
-    from qkv_eval.bench import prefill
+    from qkv_eval.bench import prefill as benchmark
     from qkv_eval.peers import with_baseline
 
     with_baseline(names)
     loaded, _ = run.load_model(model, dtype)
-    settings = prefill.PrefillSettings(names, batches, contexts, chunk, rounds, seed=seed)
+    settings = benchmark.PrefillSettings(names, batches, contexts, chunk, rounds, seed=seed)
     with run.progress:
-        results = prefill.run(loaded, settings, run.progress)
+        results = benchmark.run(loaded, settings, run.progress)
     rows, notes = results["rows"], results["notes"]
     run.table(
         f"A prompt, {model}, {dtype}, {run.threads} threads" + (f", {chunk} tokens in a pass" if chunk else ""),
@@ -170,8 +162,7 @@ def bench_prefill(
     _finish(run, "bench prefill", rows, notes)
 
 
-@bench.command("memory")
-def bench_memory(
+def memory(
     caches: CachesOption = "dynamic,none,int8",
     batch: BatchOption = "1",
     context: PromptOption = "1024",
@@ -188,14 +179,14 @@ def bench_memory(
     names, batches = parse_list(caches, "--caches"), parse_ints(batch, "--batch")
     contexts = parse_ints(context, "--context")
 
-    from qkv_eval.bench import memory
+    from qkv_eval.bench import memory as benchmark
     from qkv_eval.peers import with_baseline
 
     with_baseline(names)
     loaded, _ = run.load_model(model, dtype)
     with run.progress:
-        results = memory.run(
-            loaded, memory.MemorySettings(names, batches, contexts, steps, chunk, seed=seed), run.progress
+        results = benchmark.run(
+            loaded, benchmark.MemorySettings(names, batches, contexts, steps, chunk, seed=seed), run.progress
         )
     rows, notes = results["rows"], results["notes"]
     run.table(
@@ -227,88 +218,7 @@ def bench_memory(
     _finish(run, "bench memory", rows, notes)
 
 
-@bench.command("redundancy")
-def bench_redundancy(
-    caches: Annotated[
-        str, typer.Option("--caches", help="caches beside none and dynamic: formats, YAML files, hf-...")
-    ] = "dynamic,int8",
-    prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", help="tokens of the prompt, a list")] = "64",
-    new_tokens: Annotated[str, typer.Option("--new-tokens", help="tokens that are written after it, a list")] = "64",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="timed turns, beside the one that counts")] = 3,
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = "float32",
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-) -> None:
-    """Count how often keys are computed without a cache and with each, and time every token on the way."""
-    run = Run(json, seed, threads)
-    names, prompts = parse_list(caches, "--caches"), parse_ints(prompt_tokens, "--prompt-tokens")
-    generated = parse_ints(new_tokens, "--new-tokens")
-
-    from qkv_eval.bench import redundancy
-    from qkv_eval.peers import with_baseline
-
-    with_baseline(names)
-    loaded, _ = run.load_model(model, dtype)
-    settings = redundancy.RedundancySettings(names, prompts, generated, rounds, seed=seed)
-    with run.progress:
-        results = redundancy.run(loaded, settings, run.progress)
-    rows, fits, factors, notes = (results[key] for key in ("rows", "fits", "factors", "notes"))
-    lengths = {"cache": "cache", "prompt": "prompt|d", "generated": "new|d"}
-    by_row = {tuple(fit[key] for key in lengths): fit for fit in fits}
-    shown = [{**by_row.get(tuple(row[key] for key in lengths), {}), **row} for row in rows]
-    run.table(
-        f"Positions whose keys were computed, {model}",
-        lengths
-        | {
-            "positions_computed": "counted|,d",
-            "expected": "expected|,d",
-            "factor": "factor|.2f",
-            "first_position_computed": "first|,d",
-            "layer_positions_computed": "all layers|,d",
-            "head_positions_computed": "all heads|,d",
-        }
-        | ({"squared": "g\N{SUPERSCRIPT TWO}|.3f", "linear": "g|.3f", "constant": "1|.3f"} if fits else {}),
-        [{key: _no_dust(value) for key, value in row.items()} for row in shown],
-        "counted: in one layer, each time; expected: by the closed form; factor: how often in the mean; first: how "
-        "often those of position 0."
-        + (" The last columns: counted, by least squares, as a polynomial of the new tokens so far." if fits else ""),
-    )
-    run.table(
-        f"Time of the new tokens, {model}, {dtype}, {run.threads} threads",
-        lengths
-        | {
-            "seconds": "seconds|.2f",
-            "spread": "spread|.0%",
-            "ms_first": "first, ms|.1f",
-            "ms_second": "second, ms|.1f",
-            "ms_last": "last, ms|.1f",
-            "ms_per_1000_positions": "ms/1,000 positions|.1f",
-            "r2": "r2|.3f",
-            "same_tokens": "same tokens|d",
-        },
-        shown,
-        "Medians; the first takes the prompt. ms/1,000 positions: the slope of a line through the times of all others. "
-        "same tokens: those at the start that are as without a cache.",
-    )
-    run.table(
-        "The factor for usual lengths, by the closed forms",
-        {
-            "prompt": "prompt|,d",
-            "generated": "new|,d",
-            "without_cache": "without a cache|,d",
-            "with_cache": "with one|,d",
-            "factor": "factor|,.1f",
-        },
-        factors,
-        "Of every model: layers and heads multiply both counts alike.",
-    )
-    _finish(run, "bench redundancy", rows, notes, fits=fits, factors=factors)
-
-
-@bench.command("kernel")
-def bench_kernel(
+def kernel(
     formats: Annotated[
         str, typer.Option("--formats", help="caches of ours, a list: formats, presets, YAML files")
     ] = "int8,fp8_e4m3",
@@ -331,11 +241,11 @@ def bench_kernel(
     lengths, batches = parse_ints(kv_len, "--kv-len"), parse_ints(batch, "--batch")
     types = parse_list(dtype, "--dtype")
 
-    from qkv_eval.bench import kernel
+    from qkv_eval.bench import kernel as benchmark
 
-    settings = kernel.KernelSettings(names, shapes, lengths, batches, rounds, seed=seed, dtype=types)
+    settings = benchmark.KernelSettings(names, shapes, lengths, batches, rounds, seed=seed, dtype=types)
     with run.progress:
-        results = kernel.run(settings, run.progress)
+        results = benchmark.run(settings, run.progress)
     rows, notes = results["rows"], results["notes"]
     columns = {
         "format": "format",
@@ -362,84 +272,6 @@ def bench_kernel(
     _finish(run, "bench kernel", rows, notes)
 
 
-@bench.command("guard")
-def bench_guard(
-    results: Annotated[
-        list[str] | None,
-        typer.Argument(help="results of qkv bench --json; none: the benchmarks are run now", metavar="[RESULTS]..."),
-    ] = None,
-    expected: Annotated[
-        str | None, typer.Option("--expected", help="the expected ratios (default: those in qkv_eval)", metavar="FILE")
-    ] = None,
-    update: Annotated[
-        bool, typer.Option("--update", help="write what was measured as the new expectation into that file")
-    ] = False,
-    json: JsonOption = None,
-    threads: ThreadsOption = None,
-) -> int:
-    """Compare ratios of benchmarks with those that are expected; exit with 1 if one got worse.
-
-    Times differ between machines and days; ratios of times out of one run hardly do, and sizes not at all.
-    """
-    run = Run(json, 0, threads)
-
-    from qkv_eval.bench import guard
-
-    known = guard.read_expected(expected or guard.EXPECTED)
-    given = [guard.read_results(path) for path in results or ()] or _run_benchmarks(known.runs, threads)
-    judgement = guard.judge(known, given)
-    rows = [verdict.as_row() for verdict in judgement.verdicts]
-    run.table(
-        f"Ratios against {known.path.name}",
-        {
-            "check": "check",
-            "measured": "measured|.3f",
-            "expected": "expected|.3f",
-            "limit": "limit|.3f",
-            "change_percent": "change %|+.1f",
-            "spread": "spread|.0%",
-            "outcome": "outcome",
-        },
-        rows,
-        "change: above 0 is better; limit: where a ratio begins to be worse than it may be.",
-    )
-    for verdict in judgement.verdicts:
-        if verdict.note:
-            run.warn(f"{verdict.check.name}: {verdict.note}")
-    for note in judgement.notes:
-        run.warn(note)
-    run.finish(rows, meta={"command": "bench guard", "notes": list(judgement.notes)})
-    if update:
-        content = guard.updated(known, judgement, given)
-        try:
-            known.path.write_text(guard.as_text(content), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {str(known.path)!r}: {error.strerror}") from error
-        run.warn(f"wrote {known.path}")
-        return 0
-    for verdict in judgement.failures:
-        change = verdict.change_percent
-        words = "not measured" if change is None else f"{-change:.1f} % worse than expected"
-        run.warn(f"REGRESSION: {verdict.check.name}: {words}")
-    return 1 if judgement.failures else 0
-
-
-def _run_benchmarks(runs: Sequence[Sequence[str]], threads: int | None) -> list[dict[str, Any]]:
-    """Runs benchmarks, each in a process of its own so that none meets what another has left in memory."""
-    if not runs:
-        raise ValueError("the expectations name no runs; give results of qkv bench --json")
-    found = []
-    for arguments in runs:
-        more = ["--json", "-"] + ([] if threads is None else ["--threads", str(threads)])
-        main = [sys.executable, "-c", "from qkv.cli import main; main()"]
-        # With the results on standard output, what is for people goes to standard error, as here.
-        done = subprocess.run([*main, "bench", *arguments, *more], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise ValueError(f"qkv bench {' '.join(arguments)} failed, see above")
-        found.append(jsons.loads(done.stdout))
-    return found
-
-
 def _print_fits(run: Run, fits: Sequence[dict[str, Any]]) -> None:
     run.table(
         "Time of a step as a line over the context",
@@ -460,10 +292,6 @@ def _print_fits(run: Run, fits: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _no_dust(value: Any) -> Any:
-    return 0.0 if isinstance(value, float) and abs(value) < 1e-6 else value
-
-
 def _mega(size: int | None) -> float | None:
     return None if size is None else size / 1e6
 
@@ -472,3 +300,12 @@ def _finish(run: Run, command: str, rows: list[dict[str, Any]], notes: list[str]
     for note in notes:
         run.warn(note)
     run.finish(rows, meta={"command": command, "notes": notes}, **more)
+
+
+bench = typer.Typer(
+    help="Time and size of caches: a decode step, a prompt, memory, attention alone; what one saves at all; and a "
+    "guard over the figures.",
+    no_args_is_help=True,
+)
+for command in (decode, prefill, memory, redundancy, kernel, guard, offload):
+    bench.command(command.__name__)(command)

@@ -1,8 +1,9 @@
 """``qkv report``: results as one page that needs no network and runs no script.
 
 - ``load``: results files, and what kind each row is of
-- ``charts``: drawings in SVG whose colours the page chooses, by matplotlib
-- ``panels``: what is drawn from which rows
+- ``drawing``: SVG whose colours the page chooses, by matplotlib
+- ``series``, ``charts``, ``heat``: what drawings are made of, and the kinds of them
+- ``panel``, ``quality_panels``, ``layer_panels``, ``cost_panels``: what is drawn from which rows; ``panels``: all of it
 - ``tables``: what is written from them
 - ``page``: all of it as HTML, from ``page.html`` and ``page.css``
 

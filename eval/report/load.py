@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from qkv_eval.sweep import read_results
+from qkv_eval.results_file import read_results
 
 Row = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_eval.report.load import Run
 
 if TYPE_CHECKING:
-    from qkv_eval.report.panels import Panel
+    from qkv_eval.report.panel import Panel
 
 # Of the set-up, what comes first, in words; all else follows under its own name.
 _SETUP = {
@@ -54,8 +54,9 @@ def build_page(runs: Sequence[Run], title: str = "What the cache does") -> str:
         from markupsafe import Markup
     except ImportError as error:
         raise ValueError(f"a report needs the package {error.name}; run: pip install 'qkv[report]'") from error
-    from qkv_eval.report.charts import HEAT_LEVELS, Styles
+    from qkv_eval.report.drawing import HEAT_LEVELS
     from qkv_eval.report.panels import make_panels
+    from qkv_eval.report.series import Styles
     from qkv_eval.report.tables import TITLES, make_table
 
     styles = Styles()

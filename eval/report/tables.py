@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qkv_eval.report.charts import short
 from qkv_eval.report.load import NOISE_FLOOR, OTHER, UNQUANTIZED, Run, name_of, number
+from qkv_eval.report.series import short
 
 
 @dataclass(frozen=True)

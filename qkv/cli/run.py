@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from qkv.cli.finite import finite
 from qkv.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Run:
         if self._json is None:
             return
         results = {"meta": {**describe_setup(), **self._setup, **more.pop("meta", {})}, "rows": list(rows), **more}
-        text = json.dumps(_finite(results), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(finite(results), indent=2, allow_nan=False) + "\n"
         if self._json == "-":
             sys.stdout.write(text)
             return
@@ -204,13 +204,3 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"--json: there is no folder {str(folder)!r}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"--json: {str(path)!r} may not be written")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
