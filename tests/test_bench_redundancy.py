@@ -215,21 +215,24 @@ def test_counts_grow_with_the_square_of_the_new_tokens_without_a_cache(tiny_mode
 
 
 def test_only_without_a_cache_does_a_token_take_longer_the_later_it_is() -> None:
-    """A model as small as can be timed: of 8 times the positions, a step takes more than twice as long."""
+    """A model as small as can be timed: of 16 times the positions, a step takes more than twice as long.
+
+    The quickest token of several counts: whatever else runs on the machine makes others slower.
+    """
     model = make_tiny_model(
         hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, head_dim=48
     )
     short, long = (
-        {row["cache"]: row for row in measure(model, prompt_tokens=(prompt,), new_tokens=(6,), rounds=3)["rows"]}
+        {row["cache"]: row for row in measure(model, prompt_tokens=(prompt,), new_tokens=(8,), rounds=3)["rows"]}
         for prompt in (50, 800)
     )
 
     def later(row: dict[str, Any]) -> float:
-        return sorted(token["ms"] for token in row["tokens"][1:])[2]
+        return min(token["ms"] for token in row["tokens"][1:])
 
-    assert later(long[NO_CACHE]) > 3 * later(short[NO_CACHE])
-    assert later(long[NO_CACHE]) > 3 * later(long["dynamic"])
-    assert later(long["dynamic"]) < 2.5 * later(short["dynamic"])
+    assert later(long[NO_CACHE]) > 2 * later(short[NO_CACHE])
+    assert later(long[NO_CACHE]) > 2 * later(long["dynamic"])
+    assert later(long["dynamic"]) < 2 * later(short["dynamic"])
 
 
 # ---- what makes it possible ----------------------------------------------------------------------------------------
