@@ -6,6 +6,7 @@
 #   make test     the tests; ARGS="-k name" goes to pytest            make clean   remove all that was made
 #   make families write the README's table of families anew
 #   make bench-guard    ratios of benchmarks against those in eval/bench/expected.json; minutes, on a quiet machine
+#   make test-arm       the kernels for AArch64, cross-compiled and emulated (installs half a gigabyte)
 #   make test-matrix    the tests that use transformers, with its oldest and its newest release that we claim
 
 PYTHON ?= python3
@@ -19,15 +20,15 @@ ARGS ?=
 MATRIX ?= 5.21.0 5.24.0
 MATRIX_VENV := .venv-matrix
 # All tests but those in which no model takes part.
-MATRIX_TESTS := $(filter-out $(patsubst %,tests/test_%.py,attention code_layout config equalizer formats layout soak \
-	storage storage_changes transform), \
+MATRIX_TESTS := $(filter-out $(patsubst %,tests/test_%.py,attention code_layout config equalizer formats layout neon \
+	soak storage storage_changes transform), \
 	$(wildcard tests/test_*.py))
 
 BUILD_FILES := pyproject.toml setup.py $(wildcard qkv/csrc/*)
 
 export PYTHONNOUSERSITE := 1
 
-.PHONY: demo test test-matrix lint families bench-guard clean
+.PHONY: demo test test-arm test-matrix lint families bench-guard clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/stamp-model
@@ -35,6 +36,10 @@ demo: $(VENV)/stamp-model
 
 test: $(VENV)/stamp-model $(VENV)/stamp-dev $(VENV)/stamp-gemma
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# `make test` skips these tests, and says so, unless this was called before.
+test-arm: $(VENV)/stamp-dev $(VENV)/stamp-arm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_neon.py $(ARGS)
 
 # Each row names the version that Python really imports.
 test-matrix: $(MATRIX:%=$(MATRIX_VENV)/%/stamp)
@@ -81,6 +86,10 @@ $(VENV)/stamp-model: $(VENV)/stamp-package
 
 $(VENV)/stamp-dev: $(VENV)/stamp-package
 	$(INSTALL) --editable '.[demo,dev,eval,bnb]'
+	@touch $@
+
+$(VENV)/stamp-arm: $(VENV)/stamp-package
+	$(INSTALL) --editable '.[arm]'
 	@touch $@
 
 # A second real model, with sliding windows, for tests alone (240 MB). Without it they skip, and say so.

@@ -6,7 +6,6 @@ or it fails, the package is installed without the library and says so when it is
 """
 
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,19 +22,29 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 # GCC 12 takes the deliberately undefined registers of its own header for mistakes.
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-X86 = platform.machine().lower() in ("x86_64", "amd64")
+# For each processor, by the macro that compilers define for it: our own macro, and what is built beside `portable`.
+PROCESSORS = {
+    "__x86_64__": ("QKV_X86", {"avx2": AVX2, "avx512": AVX512}),
+    "__aarch64__": ("QKV_ARM64", {"neon": []}),
+}
 
 
 def compiler() -> list[str]:
     return os.environ.get("CXX", "c++").split()
 
 
-def works(flags: list[str]) -> bool:
-    """Whether the compiler takes these flags."""
+def macros() -> set[str]:
+    """The macros that the compiler defines. It knows what it compiles for, which need not be this machine."""
+    command = [*compiler(), "-dM", "-E", "-x", "c++", os.devnull]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {line.split()[1] for line in lines if line.startswith("#define ")}
+
+
+def has_openmp() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text("int probe() { return 0; }\n")
-        command = [*compiler(), *flags, "-c", str(source), "-o", str(Path(folder, "probe.o"))]
+        source.write_text("#include <omp.h>\n")
+        command = [*compiler(), "-fopenmp", "-c", str(source), "-o", str(Path(folder, "probe.o"))]
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -52,10 +61,15 @@ class BuildKernels(build_ext):
             print(f"qkv: the C++ kernels were not built, attention will be slower: {error}", file=sys.stderr)
 
     def _build(self, target: Path) -> None:
-        flags = [*COMMON, *(["-DQKV_X86"] if X86 else [])]
-        if works(["-fopenmp"]) and sys.platform.startswith("linux"):
+        known = macros()
+        flags, sets = list(COMMON), {"portable": []}
+        for macro, (ours, more) in PROCESSORS.items():
+            if macro in known:
+                flags.append(f"-D{ours}")
+                sets |= more
+        # Clang's calls are to LLVM's runtime alone, which is not what torch has loaded on Linux; GCC's are to either.
+        if "__linux__" in known and "__clang__" not in known and has_openmp():
             flags.append("-fopenmp")
-        sets = {"portable": [], **({"avx2": AVX2, "avx512": AVX512} if X86 else {})}
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +90,7 @@ class BuildKernels(build_ext):
             if process.wait() != 0:
                 raise subprocess.CalledProcessError(process.returncode, command)
         objects = [str(folder / f"{name}.o") for name in jobs]
-        undefined = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else []
+        undefined = ["-Wl,-undefined,dynamic_lookup"] if "__APPLE__" in known else []
         command = [*compiler(), "-shared", *objects, "-o", str(target), *undefined]
         subprocess.run(command, check=True)
 

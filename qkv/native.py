@@ -199,7 +199,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def status() -> str:
-    """The instruction set that serves (``avx512``, ``avx2``, ``portable``), or why no compiled kernel does."""
+    """The instruction set that serves (``avx512``, ``avx2``, ``neon`` or ``portable``), or why none does."""
     library()
     assert _status is not None
     return _status
@@ -209,7 +209,7 @@ def select(isa: str) -> None:
     """Makes the kernels use one instruction set; for tests and measurements.
 
     Args:
-        isa: ``avx512``, ``avx2`` or ``portable``.
+        isa: ``avx512``, ``avx2``, ``neon`` or ``portable``.
 
     Raises:
         ValueError: this processor or this build does not have it.

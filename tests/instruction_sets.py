@@ -14,7 +14,7 @@ def _instruction_sets() -> list[str]:
     if native.library() is None:
         return []
     before, found = native.status(), []
-    for isa in ("avx512", "avx2", "portable"):
+    for isa in ("avx512", "avx2", "neon", "portable"):
         try:
             native.select(isa)
         except ValueError:

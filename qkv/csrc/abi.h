@@ -122,8 +122,8 @@ int qkv_decode(const QkvRows* rows, const QkvPlane* plane, int32_t is_key, int64
 
 int qkv_append(const QkvAppend* args);
 
-// "avx512", "avx2" or "portable": what this processor is served with. qkv_select forces one (tests); it returns 0,
-// or -1 when the processor or the build lacks it.
+// "avx512", "avx2", "neon" or "portable": what this processor is served with. qkv_select forces one (tests); it
+// returns 0, or -1 when the processor or the build lacks it.
 const char* qkv_isa(void);
 int qkv_select(const char* name);
 // sizeof(QkvPlane) | sizeof(QkvRegion) << 16 | sizeof(QkvAttend) << 32 | sizeof(QkvRows) << 48

@@ -305,7 +305,7 @@ static void over_heads(int64_t batch, int64_t heads, int64_t n, int64_t offset, 
   if (n == 0) return;
   const int64_t first = offset / run, runs = (offset + n - 1) / run - first + 1, units = batch * heads * runs;
   const int64_t worth = 1 + batch * heads * n * dim / 16384;
-  const int count = static_cast<int>(most<int64_t>(1, least(least<int64_t>(threads, worth), units)));
+  [[maybe_unused]] const int count = static_cast<int>(most<int64_t>(1, least(least<int64_t>(threads, worth), units)));
 #pragma omp parallel for num_threads(count) if (count > 1) schedule(static)
   for (int64_t u = 0; u < units; ++u) {
     const int64_t head = u / runs, begin = (first + u % runs) * run - offset;

@@ -10,6 +10,9 @@ extern const KernelTable kernels_portable;
 extern const KernelTable kernels_avx2;
 extern const KernelTable kernels_avx512;
 #endif
+#ifdef QKV_ARM64
+extern const KernelTable kernels_neon;
+#endif
 
 namespace {
 
@@ -26,6 +29,9 @@ const Choice* choices() {
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")},
       {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#endif
+#ifdef QKV_ARM64
+      {"neon", &kernels_neon, true},  // every AArch64 processor has it
 #endif
       {"portable", &kernels_portable, true},
       {nullptr, nullptr, false},
