@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import astuple, dataclass
-from itertools import count
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,8 +49,8 @@ from qkv.models import EMBEDDED, check_dtype, find_model
 from qkv.named_caches import as_argument
 from qkv.planes import Segment
 from qkv.shapes import SHAPES
-from qkv.spill import _ALIGNMENT, Spill, _Mapped, _nbytes
-from qkv.storage import LARGE_STORE_TOKENS, SEGMENT_TOKENS, LayerStore
+from qkv.spill import _ALIGNMENT, Spill, _Mapped, full_segments, segment_bytes
+from qkv.storage import LARGE_STORE_TOKENS, SEGMENT_TOKENS, SMALL_SEGMENT_TOKENS, LayerStore
 from qkv.window import QKVWindowLayer
 
 # Bytes of one weight, scales of quantized ones not counted.
@@ -430,8 +429,8 @@ class CachePlan:
         What is read of a file comes into memory a layer at a time: with ``on_full="offload"`` each has to have room
         beside what of the others can not be moved.
 
-        A group of tokens that is not full yet takes more than it will then: a cache whose limit is just enough for full
-        groups can refuse a few tokens less.
+        A group of tokens that is not full yet takes more than it will then, and so do tokens that no scale has been
+        taken from: fewer tokens have to fit, too.
 
         Args:
             context, batch: as :meth:`size`; all tokens come in one pass.
@@ -444,13 +443,22 @@ class CachePlan:
         kept = config.on_full in (None, "error")
         if kept and config.max_tokens is not None and context > config.max_tokens:
             return False
+        return all(self._fits(tokens, batch, free) for tokens in (context, *self._larger(context)))
+
+    def _fits(self, tokens: int, batch: int, free: int | None) -> bool:
+        """As :meth:`fits`, of just so many tokens."""
         try:
-            needed = [part.needed(prompt, batch) for part, prompt, _ in self._passes(context, batch, 0, 0)]
+            needed = [part.needed(prompt, batch) for part, prompt, _ in self._passes(tokens, batch, 0, 0)]
         except ValueError:
-            if config.on_full == "window":
+            if self.config.on_full == "window":
                 return False
             raise
         return None not in needed and (free is None or sum(n or 0 for n in needed) <= free)
+
+    def _larger(self, context: int) -> list[int]:
+        """Fewer tokens than ``context`` that may take more: where the most of them are exact."""
+        found = {n for group in self._parts[0].groups(1) for n in group.exact_most(context)}
+        return sorted(found - {context}, reverse=True)
 
     def window(self, batch: int = 1) -> int | None:
         """Tokens of each sequence that stay, the first ones included; None: nothing leaves layers of full attention.
@@ -507,19 +515,19 @@ class _Part:
         return self._known[key]
 
     def _window(self, batch: int) -> int | None:
-        """Tokens behind the first ones that ``max_bytes`` let stay: asked of a cache that is about to take some."""
+        """Tokens behind the first ones that ``max_bytes`` let stay: asked of a cache that takes some."""
         cache = deepcopy(self._cache)
         for index, handed in self._calls.items():
             layer = cache.layers[index]
+            if isinstance(layer, QKVLayer):
+                layer.model_config = _FUSED
             for call in handed:
-                if isinstance(layer, QKVWindowLayer):
+                if isinstance(layer, QKVLayer) and call.method == "update":
                     assert cache._limits is not None
-                    keys, values = call.made(batch, 1)
-                    cache._limits.check(cache.layers, index, keys, values)
-                    return layer.window
-                if call.tokens_at is None:  # states that are there by then take a share of the bytes
-                    call.make(layer, batch, 1)
-        return None
+                    cache._limits.check(cache.layers, index, *call.made(batch, 1))
+                call.make(layer, batch, 1)
+        windows = [layer.window for layer in cache.layers if isinstance(layer, QKVWindowLayer)]
+        return windows[-1] if windows else None
 
     def size(self, prompt: int, steps: int, batch: int) -> Size:
         """The size after a pass of ``prompt`` tokens and single steps."""
@@ -534,34 +542,44 @@ class _Part:
         if self.config.on_full != "offload":
             return size.allocated if size.allocated + size.doubtful <= limit else None
         stored = size.allocated - size.states
-        if stored <= limit:
-            return size.allocated
-        alone = [group.size(prompt, 0, batch) for group in self.groups(batch)]
-        most = max(x.movable for x in alone)
-        return size.states + limit if stored - size.movable + most <= limit else None
+        most = max(group.size(prompt, 0, batch).movable for group in self.groups(batch))
+        # While a layer is read, all of it is in memory.
+        fits = stored - size.movable + most + size.doubtful <= limit
+        return size.states + min(stored, limit) if fits else None
 
     def places(self, prompt: int, steps: int, batch: int) -> Places:
-        """Where the bytes are with ``on_full="offload"``: every layer makes room after it has taken its tokens."""
+        """Where the bytes are with ``on_full="offload"``: layers make room in turn, as qkv.limits does it."""
         limit, spill = self.config.max_bytes, _Unwritten()
         assert limit is not None
         of = {index: group for group in self.groups(batch) for index in group.indices}
         stores = {i: layer.store for i, layer in enumerate(self._cache.layers) if isinstance(layer, QKVLayer)}
         running = {id(group): group.passes(prompt, steps, batch) for group in of.values()}
-        versions = count(0, 2)  # making room adds one
-        for _ in range((prompt > 0) + steps):
+        for n in [prompt] * (prompt > 0) + [1] * steps:
             layers = {key: next(run) for key, run in running.items()}
             for index, group in sorted(of.items(), key=lambda pair: pair[0]):
                 layer = layers[id(group)]
                 if not isinstance(layer, QKVLayer):
                     continue
                 # Layers of a group go on at different times: each has the store as it is when its turn comes.
-                stores[index] = copy(layer.store)
-                stores[index].version = next(versions)
+                now = _snapshot(layer.store)
+                if n >= SMALL_SEGMENT_TOKENS:
+                    grows = now.nbytes() - stores[index].nbytes()
+                    spill.make_room(list(stores.items()), index, limit - max(0, grows))
+                stores[index] = now
+                spill._bytes.pop(index, None)
                 spill.make_room(list(stores.items()), index, limit)
-                spill._count(index, stores[index])
         held = self.size(prompt, steps, batch).allocated
         filed = [spill._count(index, store)[1] for index, store in stores.items()]
         return Places(held - sum(filed), spill.nbytes, held - sum(filed) + max(filed, default=0))
+
+
+def _snapshot(store: LayerStore) -> LayerStore:
+    """A store whose size stays as it is when the other goes on."""
+    fresh = copy(store)
+    fresh.packed = list(store.packed)
+    if store._open and store.packed[-1].room:
+        fresh.packed[-1] = copy(store.packed[-1])
+    return fresh
 
 
 class _Unwritten(Spill):
@@ -612,6 +630,22 @@ class _Group:
         """How many there are."""
         return len(self.indices)
 
+    def exact_most(self, context: int) -> list[int]:
+        """Of fewer than ``context`` tokens those numbers at which the most wait to be encoded.
+
+        Of the first ones, and of the last: for their group to be full, with the last segment full or not.
+        """
+        if not isinstance(self.layer, QKVLayer):
+            return []
+        store, residual = self.layer.store, self.layer.store.config.residual_length
+        last = context - (context - residual + 1) % store.group
+        first = max(store.warm, residual + store.group) - 1
+        found = [last, last - store.group, first]
+        if isinstance(self.layer, QKVSlidingLayer):  # just behind the beginning of a segment it holds one more
+            sinks = store.config.sink_tokens
+            found.append(sinks + (context - sinks - 1) // SMALL_SEGMENT_TOKENS * SMALL_SEGMENT_TOKENS + 1)
+        return [n for n in found if 0 < n < context]
+
     def size(self, prompt: int, steps: int, batch: int) -> Size:
         over = max(0, prompt - self._even) // self.period
         if over < 2:
@@ -654,20 +688,15 @@ def _size_of(layer: Any) -> Size:
         bits=bits,
         values=layer.stored_values(),
         states=states,
-        movable=sum(map(_nbytes, _full(store))),
+        movable=sum(map(segment_bytes, full_segments(store))),
         doubtful=_doubtful_bytes(store),
     )
-
-
-def _full(store: LayerStore) -> list[Segment]:
-    """The segments that never change again."""
-    return store.packed[:-1] if store._open and store.packed[-1].room else store.packed
 
 
 def _doubtful_bytes(store: LayerStore) -> int:
     """Bytes of a segment that begins if a scale per head has to grow; 0 where there are no such scales."""
     grow = any(head is not None and not head.given for head in (store._key_head, store._value_head))
-    return max(map(_nbytes, store.packed), default=0) if grow else 0
+    return max(map(segment_bytes, store.packed), default=0) if grow else 0
 
 
 def _copied_bytes(layer: QKVLayer) -> int:
@@ -717,15 +746,13 @@ class Row:
         bytes_per_token: bytes that one more token of one sequence takes, on the average of the next segment. Layers
             with a window are full once the context is as long, and linear attention takes nothing.
         kv_bytes: bytes allocated at the context and batch planned, the states of linear attention included.
-        max_context: the longest context that fits beside the weights and that the cache's limits let come, in whole
-            segments of 256 tokens; 0: none of that length; None: neither memory nor a limit was named, or a billion
-            tokens fit (with a window: any number).
+        max_context: the longest context that fits beside the weights and that the cache's limits let come, as all
+            shorter ones do, in whole segments of 256 tokens; 0: none of that length; None: neither memory nor a limit
+            was named, or a billion tokens fit (with a window: any number).
         max_batch: the most sequences of the context planned that fit; None: as above, or a million fit.
         read_ms_per_token: the time, ms, that reading everything that is stored takes: the least that a decoding step of
             the whole batch can take. Of a file this holds while the system keeps it in memory.
-        memory_bytes: those in memory. With ``on_full="offload"`` this and what follows are of a cache whose last token
-            came alone: while a prompt is read in one pass, the layers that are full first keep what the others need
-            later, and give it up in the next pass.
+        memory_bytes: those in memory.
         file_bytes: bytes in the file of ``on_full="offload"``, in whole pages.
         reading_bytes: as ``memory_bytes``, while the layer is read of which most lies in the file.
         window: tokens of each sequence that stay with ``on_full="window"``, the first ones included; None: all do.
@@ -785,7 +812,7 @@ def plan_row(
     # What will never be there is not looked for in a file.
     held = Places(planned.allocated, 0, planned.allocated)
     if not refused and growing.config.on_full == "offload":
-        held = growing.places(context, batch, steps=min(1, context - 1))
+        held = growing.places(context, batch)
     return Row(
         format=name,
         context=context,

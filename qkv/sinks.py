@@ -201,11 +201,18 @@ class WindowView(KVView):
         """The mask as it is.
 
         Raises:
-            ValueError: it hides some of the first tokens, which are padding in some row, and tokens have left.
+            ValueError: it hides some of the first tokens, which are padding in some row, and tokens have left; or it is
+                as wide as the text, where tokens have left.
         """
-        if mask is None or not self.sinks.length:
+        if mask is None:
             return mask
-        if self.by or self.passes_window:
+        if self.by and mask.shape[-1] != self.length:
+            raise ValueError(
+                f"the cache is full and holds {self.length} tokens, and a mask or position bias came for "
+                f"{mask.shape[-1]}: on_full='window' does not serve models that make such for the whole text; use "
+                "on_full='error' or 'offload'"
+            )
+        if self.sinks.length and (self.by or self.passes_window):
             last = mask[..., -1, : self.sinks.length]
             hidden = ~last if last.dtype == torch.bool else last <= torch.finfo(last.dtype).min
             if bool(hidden.any()):

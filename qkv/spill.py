@@ -2,9 +2,10 @@
 
 A full segment never moves, and only attention reads it. Its bytes are written to a file, and the file is mapped:
 tensors over the mapping take the place of those in memory, at addresses that do not change, so attention reads them as
-before, tile by tile, and the pages come in as it does. When the next layer is about to be read, the pages of the last
-one are given back (``madvise``); the file's contents stay, in the system's own cache of files as long as that has
-memory to spare. The file has no name and goes with the process.
+before, tile by tile, and the pages come in as it does. Before the tokens of a long pass come to a layer, others make
+room for them; behind each update all do. When the next layer is about to be read, the pages of the last one are given
+back (``madvise``); the file's contents stay, in the system's own cache of files as long as that has memory to spare.
+The file has no name and goes with the process.
 
 A segment that is full is never written again, so forks hold the same mapping: none of them writes a second copy, and
 each moves what it fills later to a file of its own. The place in the file is free, and the file gone, when the last
@@ -86,16 +87,7 @@ class Spill:
         """Takes note of what new stores hold in a file that was mapped to load them; nothing is ever written there."""
         for index, store in stores:
             lying = [segment for segment in store.packed if segment.shared]
-            self._mapped[index] = [_Mapped(s, s.key.codes, memory, _nbytes(s)) for s in lying]
-
-    def check(self, index: int, store: LayerStore, max_bytes: int) -> None:
-        """Raises ValueError where the layer ``index`` alone takes more than may be in memory."""
-        alone = sum(self._count(index, store))
-        if alone > max_bytes:
-            raise ValueError(
-                f"layer {index} holds {store.length} tokens in {alone} bytes, and max_bytes={max_bytes}: while a layer "
-                "is read, all of it is in memory; make the cache with a larger max_bytes"
-            )
+            self._mapped[index] = [_Mapped(s, s.key.codes, memory, segment_bytes(s)) for s in lying]
 
     @property
     def nbytes(self) -> int:
@@ -118,44 +110,51 @@ class Spill:
         _give_back(m for held in self._mapped.values() for m in held)
 
     def make_room(self, stores: list[tuple[int, LayerStore]], index: int, max_bytes: int) -> None:
-        """Moves full segments of the layer ``index`` to the file, the oldest first, until it takes its share of memory.
+        """Moves full segments to the file, the oldest of a layer first, until what is in memory is within the limit.
 
-        What is in memory is all that was not moved, and of one layer, while it is read, also what was.
+        That is all that was not moved, and of one layer, while it is read, also what was. Layers take turns, the one
+        with the least in the file first: then no layer is read that has more there than others.
+
+        Args:
+            stores: of all layers, with their index.
+            index: the layer that is about to be read.
+            max_bytes: the limit. Where all has moved that can, it may be exceeded: that is seen before.
         """
-        store = next(store for i, store in stores if i == index)
         self._read = index
-        self._prune(index, store)
-        memory, filed = self._count(index, store)
-        counts = [(memory, filed) if i == index else self._count(i, other) for i, other in stores]
-        total = sum(m for m, _ in counts)
-        widest = max(f for _, f in counts)
-        if total + widest <= max_bytes:
+        self._prune(index, next(store for i, store in stores if i == index))
+        counts = [self._count(i, store) for i, store in stores]
+        memory, filed = sum(m for m, _ in counts), [f for _, f in counts]
+        if memory + max(filed) <= max_bytes:
             return
-        layer = max(m + f for m, f in counts)  # while it is read, all of a layer is in memory
-        share = max(0, max_bytes - layer) // max(1, len(stores) - 1)
-        held = {id(m.segment) for m in self._mapped.get(index, ())}
-        full = store.packed[:-1] if store._open and store.packed[-1].room else store.packed
-        moved = False
-        for segment in full:
-            if memory <= share:
-                break
-            if id(segment) in held or not segment.length:
-                continue
-            size = _nbytes(segment)
-            self._mapped.setdefault(index, []).append(self._move(segment))
-            memory, moved = memory - size, True
-        if moved:
+        left = [self._left(i, store) for i, store in stores]
+        changed = set()
+        while memory + max(filed) > max_bytes and any(left):
+            _, turn = min((f, at) for at, f in enumerate(filed) if left[at])
+            segment = left[turn].pop()
+            size = segment_bytes(segment)
+            self._mapped.setdefault(stores[turn][0], []).append(self._move(segment))
+            memory, filed[turn] = memory - size, filed[turn] + size
+            changed.add(turn)
+        for turn in changed:
+            i, store = stores[turn]
             store.version += 1
             store.kernel_regions = None
-            self._bytes.pop(index, None)
+            self._bytes.pop(i, None)
+        if changed:
             _trim()
+
+    def _left(self, index: int, store: LayerStore) -> list[Segment]:
+        """Segments of a layer that can move and have not, the oldest last."""
+        self._prune(index, store)
+        moved = {id(m.segment) for m in self._mapped.get(index, ())}
+        return [s for s in reversed(full_segments(store)) if id(s) not in moved and s.length]
 
     def _count(self, index: int, store: LayerStore) -> tuple[int, int]:
         """Bytes of a layer in memory and in the file, counted anew when the store has changed."""
         known = self._bytes.get(index)
         at = (store.version, len(store.packed))
         if known is None or known[0] != at:
-            filed = sum(_nbytes(m.segment) for m in self._mapped.get(index, ()) if m.live)
+            filed = sum(segment_bytes(m.segment) for m in self._mapped.get(index, ()) if m.live)
             known = self._bytes[index] = (at, store.nbytes() - filed, filed)
         return known[1], known[2]
 
@@ -215,12 +214,18 @@ class Spill:
         return self._file
 
 
+def full_segments(store: LayerStore) -> list[Segment]:
+    """The segments that never change again."""
+    return store.packed[:-1] if store._open and store.packed[-1].room else store.packed
+
+
 def _give_back(mapped: Iterable[_Mapped]) -> None:
     for memory in {id(m.memory): m.memory for m in mapped}.values():
         memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _nbytes(segment: Segment) -> int:
+def segment_bytes(segment: Segment) -> int:
+    """Bytes that a segment has allocated."""
     return sum(t.untyped_storage().nbytes() for plane in segment.planes() for t in plane.tensors())
 
 

@@ -20,6 +20,8 @@ _TURNED_WHERE_SLIDING = {
 _OWN_WAYS = {"cohere2_moe", "deepseek_v2", "llama4", "llama4_text", "mistral_large4", "zamba2"}
 # What their code calls the function that turns tells nothing about pairs, but they are halves.
 _HALVES = {"gpt_oss"}
+# What configurations of models call the number of their biases for distances.
+_BIASES = ("relative_attention_num_buckets", "position_bias_num_buckets", "rel_extent")
 
 
 def turning_of(config: Any, layer: int) -> Turning | None:
@@ -35,6 +37,7 @@ def turning_of(config: Any, layer: int) -> Turning | None:
     kind, held = config.model_type, vars(config)
     if kind in _OWN_WAYS:
         raise _refusal(f"how {kind} turns its keys by their positions is not known to it")
+    _check_biases(config)
     if _leaves_out(config, layer):
         return None
     rotary = rotary_of(config, layer)
@@ -80,12 +83,21 @@ def _leaves_out(config: Any, layer: int) -> bool:
     return not kinds or kinds[layer] != "sliding_attention"
 
 
+def _check_biases(config: Any) -> None:
+    """Raises ValueError where the model tells attention by biases how far tokens are apart, as if none had left."""
+    held = vars(config)
+    told = held.get("alibi") or config.model_type in ("bloom", "mpt") or any(name in held for name in _BIASES)
+    if told:
+        raise _refusal(
+            f"the attention of {config.model_type} adds biases for the distances between all tokens of the text (ALiBi "
+            "or relative positions)"
+        )
+
+
 def _check_learned(config: Any) -> None:
     """Raises ValueError unless positions come from a table that is added to the input."""
-    held = vars(config)
-    linear = held.get("alibi") or config.model_type in ("bloom", "mpt") or "relative_attention_num_buckets" in held
-    if linear or getattr(config, "max_position_embeddings", None) is None:
-        raise _refusal(f"how {config.model_type} has positions is not known, or it tells attention distances itself")
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise _refusal(f"how {config.model_type} has positions is not known")
 
 
 def _modeling(config: Any) -> Any:

@@ -56,6 +56,16 @@ class QKVWindowLayer(QKVLayer):
         """Says how many of the last tokens stay, at least 1."""
         self._window = tokens
 
+    def narrow(self, tokens: int) -> None:
+        """Makes the window shorter, if it is longer than that, and lets go what is out of it. Not within a pass.
+
+        Views made before go on to show what they showed.
+        """
+        if self._window is not None and tokens < self._window:
+            self._window = tokens
+            if not self.record_past:
+                self.store.drop_before(self.store.length - tokens)
+
     @property
     def window(self) -> int:
         """Tokens behind the first ones that stay, and that a query sees, its own included."""

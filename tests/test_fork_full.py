@@ -19,8 +19,8 @@ from stores import bits, kv
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 
 import qkv
+from qkv.limits import Limits
 from qkv.named_caches import as_argument
-from qkv.spill import Spill
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
 
@@ -182,10 +182,10 @@ def test_forks_of_a_cache_in_a_file_go_on_as_copies_that_never_saw_one(
     copies = [qkv.QKVCache(wide_model.config, format) for _ in range(4)]
     for copied, start in itertools.product(copies, range(0, 900, 300)):
         run(wide_model, copied, prompt(900, 2)[:, start : start + 300])
-    cache = qkv.QKVCache(wide_model.config, format, **offload(folder, int(0.8 * copies[0].nbytes())))
+    cache = qkv.QKVCache(wide_model.config, format, **offload(folder, int(0.9 * copies[0].nbytes())))
     for start in range(0, 900, 300):
         run(wide_model, cache, prompt(900, 2)[:, start : start + 300])
-    assert cache.offloaded_bytes() > 0.3 * cache.nbytes()
+    assert cache.offloaded_bytes() > 0.1 * cache.nbytes()
     forks = cache.fork(3)
     assert {fork.offloaded_bytes() for fork in forks} == {cache.offloaded_bytes()}
     assert_all_go_on_alike(wide_model, [cache, *forks], copies, LONG)
@@ -193,11 +193,11 @@ def test_forks_of_a_cache_in_a_file_go_on_as_copies_that_never_saw_one(
 
 def test_forks_share_the_file_and_write_to_their_own(wide_model: PreTrainedModel, folder: Path) -> None:
     qkv.enable(wide_model)
-    cache = qkv.QKVCache(wide_model.config, "int8", **offload(folder, 190_000))
+    cache = qkv.QKVCache(wide_model.config, "int8", **offload(folder, 205_000))
     for start in (0, 1000):
         run(wide_model, cache, prompt(2000)[:, start : start + 1000])
     end, filed = cache._limits.spill._end, cache.offloaded_bytes()
-    assert filed > 0.4 * cache.nbytes()
+    assert filed > 0.1 * cache.nbytes()
     forks = cache.fork(5)
     assert qkv.nbytes([cache, *forks]) == together([cache, *forks]) < 2.5 * cache.nbytes()
     for seed, fork in enumerate(forks):
@@ -215,7 +215,7 @@ def test_what_is_shared_stays_as_long_as_a_fork_does(wide_model: PreTrainedModel
     qkv.enable(wide_model)
     plain = qkv.QKVCache(wide_model.config, "int8")
     run(wide_model, plain, prompt(1000))
-    cache = qkv.QKVCache(wide_model.config, "int8", **offload(folder, int(0.8 * plain.nbytes())))
+    cache = qkv.QKVCache(wide_model.config, "int8", **offload(folder, int(0.9 * plain.nbytes())))
     run(wide_model, cache, prompt(1000))
     one, other = cache.fork(2)
     free = cache._limits.spill._free
@@ -241,7 +241,7 @@ def test_forks_of_a_loaded_cache_share_the_file_that_it_came_from(wide_model: Pr
     cache = qkv.QKVCache(wide_model.config, "int8")
     run(wide_model, cache, prompt(1000, 2))
     cache.save(tmp_path / "a.kv")
-    limits = {**offload(tmp_path, int(0.8 * cache.nbytes())), "offload_folder": str(tmp_path)}
+    limits = {**offload(tmp_path, int(0.9 * cache.nbytes())), "offload_folder": str(tmp_path)}
     loaded = qkv.QKVCache.load(tmp_path / "a.kv", wide_model.config, qkv.CacheConfig("int8", **limits))
     forks = loaded.fork(3)
     assert {fork.offloaded_bytes() for fork in forks} == {loaded.offloaded_bytes()}
@@ -259,7 +259,7 @@ def test_what_is_counted_as_offloaded_is_what_is_still_there(wide_model: PreTrai
     for length in (1200, 700, 300):
         cache.crop(length - cache.get_seq_length())
         counts.append(cache.offloaded_bytes())
-        assert cache.offloaded_bytes() < cache.nbytes()
+        assert cache.offloaded_bytes() <= cache.nbytes()
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
     cache.reset()
@@ -360,5 +360,5 @@ class Forks(RuleBasedStateMachine):
 
 def test_forks_in_files_in_any_order_are_as_caches_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Forks.folder = folder
-    monkeypatch.setattr(Spill, "check", lambda *_: None)  # with no bytes in memory a layer could not be read
+    monkeypatch.setattr(Limits, "_check_bytes", lambda *_: None)  # with no bytes in memory a layer could not be read
     run_state_machine_as_test(Forks, settings=settings(max_examples=60, stateful_step_count=14, deadline=None))

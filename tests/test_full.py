@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from conftest import make_tiny_model
 from torch.nn.functional import silu
 from transformers import (
     BloomConfig,
+    CpmAntConfig,
+    FalconConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    MptConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -25,6 +30,7 @@ from transformers import (
 import qkv
 from qkv.attention import attention, tiled
 from qkv.sinks import Turning
+from qkv.spill import segment_bytes
 from qkv.storage import LayerStore
 from qkv.turning import turning_of
 from qkv.view import KVView
@@ -188,6 +194,86 @@ def test_max_bytes_sets_the_window(tiny_model: PreTrainedModel) -> None:
         logits(tiny_model, qkv.QKVCache(tiny_model.config, "none", on_full="window", max_bytes=100), prompt(3), [3])
 
 
+CHANNELS: dict[str, Any] = {"format": "int4", "key_granularity": "channel", "value_granularity": "channel"}
+# What decides how memory is taken, beside the formats.
+BOUNDED: dict[str, dict[str, Any]] = {
+    **{name: {"format": name} for name in (*qkv.formats(), *qkv.presets())},
+    **{f"groups of {n}": {**CHANNELS, "key_group_size": n, "value_group_size": 64} for n in (16, 32, 128)},
+    "scales per head": {"format": "int8", "granularity": "head"},
+    "scales per head and groups": {"format": "fp8_e4m3", "key_granularity": "channel", "value_granularity": "head"},
+}
+
+
+def shaped(layers: int, heads: int, dim: int, slides: bool = False) -> Any:
+    """The configuration of a model whose attention takes packed tensors, so that nothing is decoded in ``update``."""
+    sizes = {"hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": heads, "head_dim": dim, "vocab_size": 8}
+    config: Any = LlamaConfig(**sizes)
+    if slides:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"][:layers]
+        config = Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=90, pad_token_id=0)
+    config._attn_implementation = "qkv"
+    return config
+
+
+def grown(cache: qkv.QKVCache, shape: tuple[int, int, int], pieces: list[int], grows: float = 1.0) -> Iterator[bool]:
+    """Gives a cache random tokens in pieces, ever larger ones; stops after each layer: whether it was the last one."""
+    batch, heads, dim = shape
+    generator, size = torch.Generator().manual_seed(0), 1.0
+    for n in pieces:
+        size *= grows
+        x = size * torch.randn(batch, heads, n, dim, generator=generator)
+        for layer in range(len(cache.layers)):
+            cache.update(x, x, layer)
+            yield layer == len(cache.layers) - 1
+
+
+@pytest.mark.parametrize("slides", [False, True])
+@pytest.mark.parametrize("options", BOUNDED.values(), ids=BOUNDED)
+def test_a_window_never_takes_more_than_its_bytes(options: dict[str, Any], slides: bool) -> None:
+    """The smallest limit that is accepted, and larger ones, hold after every layer's update, however tokens come."""
+    ways: list[tuple[int, int, int, dict[str, Any], list[int]]] = [
+        (2, 2, 32, {}, [700, *[1] * 150]),
+        (1, 1, 64, {"residual_length": 70}, [*[1] * 150, 130, *[1] * 80]),
+        (3, 1, 128, {"residual_length": 5, "sink_tokens": 9}, [127, 1, 64, 7, 200, *[1] * 70]),
+    ]
+    for batch, heads, dim, more, pieces in ways:
+        config = shaped(2, heads, dim, slides)
+        with pytest.raises(ValueError, match="a window of one token takes") as refused:
+            list(
+                grown(qkv.QKVCache(config, on_full="window", max_bytes=1, **options, **more), (batch, heads, dim), [1])
+            )
+        least = int(re.findall(r"takes (\d+) bytes", str(refused.value))[0])
+        for limit in (least, int(1.3 * least)):
+            cache = qkv.QKVCache(config, on_full="window", max_bytes=limit, **options, **more)
+            held = [cache.nbytes() for _ in grown(cache, (batch, heads, dim), pieces)]
+            assert max(held) <= limit, (limit, dim)
+
+
+def test_scales_that_grow_shorten_a_window_rather_than_exceed_its_bytes() -> None:
+    shape, limit = (1, 2, 32), 300_000
+    cache = qkv.QKVCache(shaped(2, 2, 32), "int8", granularity="head", on_full="window", max_bytes=limit)
+    windows = set()
+    for last in grown(cache, shape, [1500, *[1] * 150], grows=1.3):
+        assert cache.nbytes() <= limit or not last
+        windows.add(cache.layers[1].window)
+    assert cache.layers[0].window == cache.layers[1].window == min(windows) < max(windows)
+
+
+def test_a_batch_that_becomes_larger_shortens_a_window_and_a_reset_finds_it_anew() -> None:
+    limit = 400_000
+    cache = qkv.QKVCache(shaped(2, 2, 32), "int8", on_full="window", max_bytes=limit)
+    list(grown(cache, (1, 2, 32), [900]))
+    window = cache.layers[0].window
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    list(grown(cache, (2, 2, 32), [1, 1]))
+    assert cache.nbytes() <= limit
+    assert cache.layers[0].window < window
+    cache.reset()
+    assert all(cache.nbytes() <= limit for _ in grown(cache, (1, 2, 32), [900, *[1] * 100]))
+    assert cache.layers[0].window == window
+
+
 def test_generate_goes_on_beyond_the_window(tiny_model: PreTrainedModel) -> None:
     qkv.enable(tiny_model)
     ids = prompt(30)
@@ -315,7 +401,10 @@ def test_models_that_a_window_cannot_serve_are_refused() -> None:
         parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
         parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
         refused(LlamaConfig(**sizes, rope_parameters=parameters), rope)
-    refused(BloomConfig(), "bloom")
+    # Biases as wide as the text: of models that also have rotary positions as a choice, and of others.
+    for config in (BloomConfig(), MptConfig(), FalconConfig(alibi=True), CpmAntConfig()):
+        refused(config, f"attention of {config.model_type} adds biases for the distances")
+    qkv.QKVCache(FalconConfig(alibi=False), on_full="window", max_tokens=64)
     with pytest.raises(ValueError, match="model's configuration"):
         qkv.QKVCache(on_full="window", max_tokens=64)
     with pytest.raises(ValueError, match="max_cache_len"):
@@ -499,10 +588,10 @@ def test_a_cache_in_a_file_gives_the_same_bits(
     ids = prompt(700)
     plain = qkv.QKVCache(wide_model.config, **options)
     wanted = logits(wide_model, plain, ids, [300, 200, 150, 1])
-    cache = offloaded(wide_model, tmp_path, int(0.62 * plain.nbytes()), **options)
+    cache = offloaded(wide_model, tmp_path, int(0.85 * plain.nbytes()), **options)
     assert torch.equal(logits(wide_model, cache, ids, [300, 200, 150, 1]), wanted)
     assert cache.nbytes() == plain.nbytes()
-    assert cache.offloaded_bytes() > 0.4 * plain.nbytes()
+    assert cache.offloaded_bytes() > 0.2 * plain.nbytes()
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
@@ -513,7 +602,7 @@ def test_a_cache_in_a_file_can_be_cropped_reordered_copied_and_reset(
     ids, more = prompt(700, batch=2), prompt(40, batch=2, seed=3)
     plain = qkv.QKVCache(tiny_model.config)
     logits(tiny_model, plain, ids, [700])
-    cache = offloaded(tiny_model, tmp_path, int(0.8 * plain.nbytes()))
+    cache = offloaded(tiny_model, tmp_path, int(0.85 * plain.nbytes()))
     pair = (plain, cache)
     plain.reset()
 
@@ -558,14 +647,49 @@ def test_resident_memory_stays_within_the_bytes_given(tmp_path: Path) -> None:
     from qkv_eval.bench.offload import OffloadSettings, run
 
     model = make_tiny_model(num_hidden_layers=8, num_key_value_heads=2, num_attention_heads=2, head_dim=128)
-    limit, slack = 8 << 20, 4 << 20  # what the allocator keeps of freed activations goes up and down by this
+    limit, slack = 12 << 20, 4 << 20  # what the allocator keeps of freed activations goes up and down by this
     settings = OffloadSettings("none", 3584, limit, chunk=512, steps=6, folder=str(tmp_path))
     memory, filed = run(model, settings)["rows"]
-    assert memory["kv_bytes"] > 6 * limit
+    assert memory["kv_bytes"] > 4 * limit
     assert filed["same"]
     if filed["resident_bytes"] is not None:
-        assert memory["resident_bytes"] > 5 * limit  # the measure sees a cache that is there
+        assert memory["resident_bytes"] > 4 * limit  # the measure sees a cache that is there
         assert filed["resident_bytes"] <= limit + slack
+
+
+def in_memory(cache: qkv.QKVCache) -> int:
+    """Bytes in memory while the layer is read of which most lies in the file."""
+    assert cache._limits is not None
+    assert cache._limits.spill is not None
+    filed = []
+    for index, layer in enumerate(cache.layers):
+        mapped = {id(m.segment) for m in cache._limits.spill._mapped.get(index, ()) if m.live}
+        filed.append(sum(segment_bytes(s) for s in layer.store.packed if id(s) in mapped))
+    return cache.nbytes() - sum(filed) + max(filed)
+
+
+@pytest.mark.parametrize("grows", [1.0, 1.02])
+@pytest.mark.parametrize("options", BOUNDED.values(), ids=BOUNDED)
+def test_memory_stays_within_the_limit_after_every_update_or_the_pass_is_refused(
+    options: dict[str, Any], grows: float, tmp_path: Path
+) -> None:
+    """A prompt in one pass, pieces and steps, with the smallest limit that takes the prompt."""
+    shape, config = (1, 2, 32), shaped(4, 2, 32)
+    pieces = [1500, *[1] * 100, 200, *[1] * 30]
+    more: dict[str, Any] = {"on_full": "offload", "offload_folder": tmp_path, **options}
+    with pytest.raises(ValueError, match="cannot move to the file") as refused:
+        list(grown(qkv.QKVCache(config, max_bytes=1000, **more), shape, pieces))
+    least = int(re.findall(r"would take (\d+) in memory", str(refused.value))[0])
+    for limit in (least, int(1.5 * least)):
+        cache, over = qkv.QKVCache(config, max_bytes=limit, **more), 0
+        try:
+            for _ in grown(cache, shape, pieces, grows):
+                over = max(over, in_memory(cache))
+        except ValueError:
+            assert limit == least
+        assert over <= limit
+        assert cache.offloaded_bytes() > 0
+        assert len({layer.store.length for layer in cache.layers}) == 1
 
 
 def test_a_folder_that_is_not_there_is_refused(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
@@ -575,10 +699,18 @@ def test_a_folder_that_is_not_there_is_refused(tiny_model: PreTrainedModel, tmp_
 
 def test_fewer_bytes_than_one_layer_takes_are_refused(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
     qkv.enable(tiny_model)
-    cache = offloaded(tiny_model, tmp_path, 20_000)
-    with pytest.raises(ValueError, match=r"layer 0 holds \d+ tokens in \d+ bytes, and max_bytes=20000"):
-        logits(tiny_model, cache, prompt(900), [50])
-    assert len({layer.store.length for layer in cache.layers}) == 1
+    cache = offloaded(tiny_model, tmp_path, 45_000)
+    with pytest.raises(
+        ValueError, match=r"\d+ in memory.*max_bytes=45000; \d+ bytes cannot move .* and \d+ of one layer"
+    ):
+        logits(tiny_model, cache, prompt(1500), [50])
+    lengths = {layer.store.length for layer in cache.layers}
+    assert len(lengths) == 1
+    assert min(lengths) > 300
+    before = state(cache)
+    with pytest.raises(ValueError, match="cannot move"):
+        logits(tiny_model, cache, prompt(900), [900])
+    assert state(cache) == before
 
 
 # ---- prompts in pieces -----------------------------------------------------------------------------------------------

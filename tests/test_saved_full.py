@@ -411,7 +411,7 @@ def test_an_offloaded_cache_is_saved_and_loaded_under_any_limit(
     for start in range(0, 900, 300):
         run(wide_model, plain, ids[:, start : start + 300])
     whole = plain.nbytes()
-    limits: list[dict[str, Any]] = [{}, offload(folder, int(0.75 * whole)), offload(folder, int(0.9 * whole))]
+    limits: list[dict[str, Any]] = [{}, offload(folder, int(0.85 * whole)), offload(folder, int(0.9 * whole))]
     twins = {}
     for there, here in itertools.product(limits, limits):
         cache = qkv.QKVCache(wide_model.config, way, **there)
@@ -425,7 +425,7 @@ def test_an_offloaded_cache_is_saved_and_loaded_under_any_limit(
         assert loaded.nbytes() == whole
         if here:
             # All that is full lies in the file, and none of it is copied to another.
-            assert 0.4 * whole < loaded.offloaded_bytes() < whole
+            assert 0.2 * whole < loaded.offloaded_bytes() < whole
             assert loaded._limits.spill._end == 0
         twin = copy.deepcopy(plain)
         at = 900
