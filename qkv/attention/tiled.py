@@ -109,7 +109,8 @@ def attend_late(
         part = query[:, :, rows]
         total, log_sum = _nothing_seen(part, view, sinks) if totals is None else (x[:, :, rows] for x in totals)
         if alike > 1:
-            _take_alike(total, log_sum, part, rest, q_len, rows, softmax_scale, softcap)
+            fresh = totals is None and sinks is None
+            _take_alike(total, log_sum, fresh, part, rest, q_len, rows, softmax_scale, softcap)
         else:
             for keys, values, allowed in rest.tiles(mask, q_len, rows):
                 _merge(total, log_sum, *_tile(part, keys, values, allowed, softmax_scale, softcap))
@@ -123,6 +124,7 @@ def attend_late(
 def _take_alike(
     total: torch.Tensor,
     log_sum: torch.Tensor,
+    fresh: bool,
     query: torch.Tensor,
     rest: _Rest,
     q_len: int,
@@ -132,18 +134,19 @@ def _take_alike(
 ) -> None:
     """Merges what the queries ``rows`` see, pieces that are alike: what each sees exactly is one call for all.
 
-    Many small calls would take as long again as the arithmetic.
+    Many small calls would take as long again as the arithmetic. ``fresh``: nothing was merged before.
     """
     batch, heads, count, dim = query.shape
     n = count // LATE_PIECE
-    out, sums = torch.zeros_like(total), torch.full_like(log_sum, -torch.inf)
+    out, sums = (total, log_sum) if fresh else (torch.zeros_like(total), torch.full_like(log_sum, -torch.inf))
     for k in range(n):
         piece = slice(k * LATE_PIECE, (k + 1) * LATE_PIECE)
         keys, values = rest.common(q_len, rows.start + piece.start)
         if keys.shape[2]:
             tile = _tile(query[:, :, piece], keys, values, None, softmax_scale, softcap)
             out[:, :, piece], sums[:, :, piece] = tile
-    _merge(total, log_sum, out, sums)
+    if not fresh:
+        _merge(total, log_sum, out, sums)
     keys, values, allowed = rest.own(q_len, rows, n)
     pieces = query.reshape(batch, heads, n, LATE_PIECE, dim).transpose(1, 2).flatten(0, 1)
     out, sums = _tile(pieces, keys, values, allowed, softmax_scale, softcap)
@@ -345,5 +348,5 @@ def _merge(total: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor, sums: 
     """Takes a tile into what the ones before it gave, in place."""
     both = torch.logaddexp(log_sum, sums)
     safe = torch.where(both == -torch.inf, 0.0, both)
-    total.mul_(torch.exp(log_sum - safe).unsqueeze(-1)).add_(out * torch.exp(sums - safe).unsqueeze(-1))
+    total.mul_(torch.exp(log_sum - safe).unsqueeze(-1)).addcmul_(out, torch.exp(sums - safe).unsqueeze(-1))
     log_sum.copy_(both)
