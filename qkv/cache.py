@@ -340,8 +340,8 @@ class QKVCache(DynamicCache):
         static layout without a sliding window, and what qkv leaves as it is. What rearranges the batch
         (``reorder_cache`` and the like) copies all of the cache it is called on. :meth:`nbytes` of a fork counts what
         it holds, the shared part too; :func:`qkv.nbytes` counts a set of caches, and what they share once. With
-        ``on_full="offload"`` each has ``max_bytes`` of its own; what lies in the file is shared, and what a fork moves
-        later goes to a file of its own.
+        ``on_full="offload"`` each has ``max_bytes`` of its own; what lies in the file, or in the CPU's memory, is
+        shared, and what a fork moves later it moves for itself.
 
         Args:
             n: how many, at least 1.
@@ -361,7 +361,7 @@ class QKVCache(DynamicCache):
                 memo: dict[int, Any] = {id(layer.store): layer.store.fork() for layer in ours}
                 fresh = deepcopy(self, memo)
             if self._limits is not None and fresh._limits is not None:
-                fresh._limits.share_file(self._limits, fresh.layers)
+                fresh._limits.share_moved(self._limits, fresh.layers)
             made.append(fresh)
         return made
 
@@ -373,7 +373,11 @@ class QKVCache(DynamicCache):
         return sum(layer_nbytes(layer) for layer in self.layers)
 
     def offloaded_bytes(self) -> int:
-        """Of :meth:`nbytes`, those that ``on_full="offload"`` has in a file: its own, a fork's, or the one loaded."""
+        """Of :meth:`nbytes`, those that ``on_full="offload"`` has elsewhere.
+
+        That is in a file: its own, a fork's, or the one loaded. Of a cache on a GPU it is in the CPU's memory, and the
+        copies on the GPU of the layer that was read last count in neither number.
+        """
         return self._limits.offloaded_bytes(self.layers) if self._limits is not None else 0
 
     def stats(self) -> dict[str, Any]:

@@ -57,14 +57,16 @@ class HeadScale:
         self.current = self._first
         for plane in planes:
             assert plane.scale is not None
-            self.current = torch.where(plane.scale.isnan(), self.current, plane.scale)
+            scale = plane.scale.to(self._first.device)  # a full segment may lie elsewhere
+            self.current = torch.where(scale.isnan(), self.current, scale)
 
     def forget(self, plane: Plane) -> None:
         """A plane goes from the front: what its scales had become is where :meth:`rewind` starts from now on."""
         if self.given or self._first is None:
             return
         assert plane.scale is not None
-        self._first = torch.where(plane.scale.isnan(), self._first, plane.scale)
+        scale = plane.scale.to(self._first.device)  # a full segment may lie elsewhere
+        self._first = torch.where(scale.isnan(), self._first, scale)
 
     def clear(self) -> None:
         self.current = self._first = None

@@ -281,7 +281,7 @@ class QKVLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows ``indices`` of the batch."""
-        self._map_batch(lambda x: x[indices, ...])
+        self._map_batch(lambda x: x[indices.to(x.device), ...])
 
     def offload(self) -> None:
         """Moves the stored tokens to the CPU's memory; the next update, or :meth:`prefetch`, fetches them."""

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from qkv import host_spill
 from qkv.config import CacheConfig
 from qkv.layers import QKVLayer, QKVSlidingLayer, layer_nbytes, states_nbytes
+from qkv.room import Room, Stores, full_segments, segment_bytes
 from qkv.sinks import Sinks
-from qkv.spill import Spill, full_segments, segment_bytes
+from qkv.spill import Spill
 from qkv.storage import RESIDUAL_SLACK, SEGMENT_TOKENS, SMALL_SEGMENT_TOKENS, LayerStore
 from qkv.window import QKVWindowLayer
 
@@ -45,9 +47,11 @@ class Limits:
         self._passed: tuple[int, int, tuple[int, int]] | None = None  # tokens, bytes at most, batch and layers known
         self._assumed: Sizes | None = None  # of layers that were not used yet
         self._seen = -1  # of all layers, when their bytes were last compared with the limit
-        self.spill = Spill(config.offload_folder) if self.on_full == "offload" else None
-        if self.spill is not None:
-            self.spill.open()  # a folder that is not there shows now
+        self._folder = config.offload_folder
+        self.spill: Room | None = None  # on the CPU until tokens come that are elsewhere
+        if self.on_full == "offload":
+            self.spill = file = Spill(self._folder)
+            file.open()  # a folder that is not there shows now
 
     def check(self, layers: list[Any], index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """What is to be done before a layer takes new tokens ``[batch, kv_heads, n, head_dim]``.
@@ -58,11 +62,7 @@ class Limits:
         layer = layers[index]
         if self.spill is not None:
             self.spill.rest()
-            if keys.device.type != "cpu":
-                raise ValueError(
-                    f"on_full='offload' is for caches on the CPU, and the keys are on {keys.device}; there, "
-                    "QKVCache(..., offloading=True) moves whole layers to the CPU's memory"
-                )
+            self._choose(layers, keys.device)
         if not isinstance(layer, QKVLayer) or keys.dim() != 4 or values.dim() != 4 or keys.shape[2] == 0:
             return
         dtype = torch.promote_types(keys.dtype, values.dtype)  # under autocast the store takes the wider one
@@ -105,6 +105,31 @@ class Limits:
         elif self.on_full == "window":
             self._narrow(layers, index)
 
+    def _choose(self, layers: list[Any], device: torch.device) -> None:
+        """Lets segments of a cache on the CPU go to a file, and from any other device to the CPU's memory.
+
+        Raises:
+            ValueError: a folder was given for what goes to the CPU's memory; or some layers are on the CPU and some are
+                not: then all are empty again.
+        """
+        at_host = host_spill.serves(device)
+        if at_host == isinstance(self.spill, host_spill.HostSpill):
+            return
+        if at_host and self._folder is not None:
+            raise ValueError(
+                f"offload_folder={self._folder!r} is for caches on the CPU, and this one is on {device}: there the "
+                "older part lies in the CPU's memory; leave offload_folder out"
+            )
+        held = [store.device for _, store in _stores(layers) if store.shape is not None]
+        if any(host_spill.serves(other) != at_host for other in held):
+            for layer in layers:
+                layer.reset()
+            raise ValueError(
+                f"with on_full='offload' all layers are on the CPU, or none is: tokens came on {held[0]} and on "
+                f"{device}; put the model on one kind of device, or make the cache without on_full"
+            )
+        self.spill = host_spill.HostSpill() if at_host else Spill(self._folder)
+
     def _check_bytes(self, layers: list[Any], index: int, n: int, held: int, sizes: Sizes) -> None:
         assert self.max_bytes is not None
         assert self._assumed is not None
@@ -139,7 +164,7 @@ class Limits:
             raise ValueError(
                 f"the cache is full: it holds {held} tokens in {before} bytes, with {n} more it would take {total}"
                 f"{where}, and max_bytes={self.max_bytes}; "
-                + (_offload_advice(coming) if self.spill is not None else _ADVICE)
+                + (_offload_advice(coming, self.spill.where) if self.spill is not None else _ADVICE)
             )
         self._passed = (held + n, total, known)
 
@@ -220,14 +245,11 @@ class Limits:
         self._seen = sum(layer.store.version for layer in layers if isinstance(layer, QKVLayer))
 
     def offloaded_bytes(self, layers: list[Any]) -> int:
-        """Bytes that layers have in a file."""
-        if self.spill is None:
-            return 0
-        self.spill.prune(_stores(layers))
-        return self.spill.nbytes
+        """Bytes that layers have in a file, or in the CPU's memory beside their device."""
+        return self.spill.moved_bytes(_stores(layers)) if self.spill is not None else 0
 
-    def share_file(self, other: Limits, layers: list[Any]) -> None:
-        """What the forked ``layers`` of a fork hold in the file of the cache that it is from counts as moved."""
+    def share_moved(self, other: Limits, layers: list[Any]) -> None:
+        """What the forked ``layers`` of a fork hold where the cache that it is from has moved it counts as moved."""
         if self.spill is not None and other.spill is not None:
             self.spill.share(other.spill, _stores(layers))
 
@@ -236,14 +258,21 @@ class Limits:
         if self.spill is not None:
             self.spill.adopt(memory, _stores(layers))
 
+    def make_room_on(self, device: torch.device, layers: list[Any], index: int) -> None:
+        """Moves what the layer ``index`` of a cache that is being loaded, or one before it, has too much on a device.
+
+        Raises:
+            ValueError: a folder was given for what goes to the CPU's memory.
+        """
+        if self.spill is not None and self.max_bytes is not None and isinstance(layers[index], QKVLayer):
+            self._choose(layers, device)
+            self.spill.make_room(_stores(layers), index, self.max_bytes)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Limits:
         fresh = copy(self)
         memo[id(self)] = fresh
-        fresh.spill = self.spill.empty() if self.spill is not None else None
+        fresh.spill = deepcopy(self.spill, memo)
         return fresh
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "spill": self.spill.empty() if self.spill is not None else None}
 
 
 _ADVICE = (
@@ -251,11 +280,11 @@ _ADVICE = (
 )
 
 
-def _offload_advice(coming: list[tuple[Bytes, Bytes]]) -> str:
+def _offload_advice(coming: list[tuple[Bytes, Bytes]], where: str) -> str:
     still_there = sum(after.still for _, after in coming)
     widest = max(after.movable for _, after in coming)
     return (
-        f"{still_there} bytes cannot move to the file (tokens that are exact, and segments that are not full), and "
+        f"{still_there} bytes cannot move to {where} (tokens that are exact, and segments that are not full), and "
         f"{widest} of one layer are read from it; make the cache with a larger max_bytes"
     )
 
@@ -427,7 +456,7 @@ def window_bytes(layer: QKVLayer, sizes: Sizes) -> Callable[[int], int]:
     return bound
 
 
-def _stores(layers: list[Any]) -> list[tuple[int, LayerStore]]:
+def _stores(layers: list[Any]) -> Stores:
     """The stores that are ours, with the index of their layer."""
     return [(i, layer.store) for i, layer in enumerate(layers) if isinstance(layer, QKVLayer)]
 

@@ -48,8 +48,9 @@ from qkv.layers import ATTENTION_NAME, QKVLayer, QKVSlidingLayer
 from qkv.models import EMBEDDED, check_dtype, find_model
 from qkv.named_caches import as_argument
 from qkv.planes import Segment
+from qkv.room import full_segments, segment_bytes
 from qkv.shapes import SHAPES
-from qkv.spill import _ALIGNMENT, Spill, _Mapped, full_segments, segment_bytes
+from qkv.spill import _ALIGNMENT, Spill, _Mapped
 from qkv.storage import LARGE_STORE_TOKENS, SEGMENT_TOKENS, SMALL_SEGMENT_TOKENS, LayerStore
 from qkv.window import QKVWindowLayer
 
@@ -570,7 +571,8 @@ class _Part:
                 spill.make_room(list(stores.items()), index, limit)
         held = self.size(prompt, steps, batch).allocated
         filed = [spill._count(index, store)[1] for index, store in stores.items()]
-        return Places(held - sum(filed), spill.nbytes, held - sum(filed) + max(filed, default=0))
+        in_file = spill.moved_bytes(list(stores.items()))
+        return Places(held - sum(filed), in_file, held - sum(filed) + max(filed, default=0))
 
 
 def _snapshot(store: LayerStore) -> LayerStore:
@@ -588,9 +590,9 @@ class _Unwritten(Spill):
     def rest(self) -> None:
         self._read = None
 
-    def _move(self, segment: Segment) -> _Mapped:
-        tensors = (tensor for plane in segment.planes() for tensor in plane.tensors())
-        size = sum(-(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    def _written(self, segment: Segment) -> _Mapped:
+        sizes = (tensor.untyped_storage().nbytes() for tensor in segment.tensors())
+        size = sum(-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes)
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return _Mapped(segment, segment.key.codes, None, size)  # type: ignore[arg-type]  # nothing is read there
 

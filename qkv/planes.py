@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -354,6 +354,15 @@ class Plane:
         if self.offset is not None:
             yield self.offset
 
+    def put(self, tensors: Iterator[torch.Tensor]) -> None:
+        """Takes other tensors for its own, which come as :meth:`tensors` gives them."""
+        self._native = None
+        self.codes = next(tensors)
+        if self.scale is not None:
+            self.scale = next(tensors)
+        if self.offset is not None:
+            self.offset = next(tensors)
+
     def bits(self, start: int, tokens: int) -> int:
         """Bits that the tokens from ``start`` on take, of the whole batch: codes, scales and offsets, no spare room."""
         batch, heads = self.codes.shape[:2]
@@ -431,14 +440,18 @@ class Segment:
         start: index of the first stored token; those before it have left (a residual or a sliding window), or their
             places were never used.
         shared: whether others may hold the same tensors (forks, or a mapped file): then nothing may be written to them.
+        home: the tensors, as :meth:`tensors` gives them, of a full segment that lies on another device than the cache,
+            see host_spill.py. Its planes hold these, or while it is read, copies on the cache's device. None: it lies
+            where its planes are.
     """
 
-    __slots__ = ("_step", "capacity", "key", "length", "shared", "start", "value")
+    __slots__ = ("_step", "capacity", "home", "key", "length", "shared", "start", "value")
 
     def __init__(self, key: Plane, value: Plane, capacity: int, length: int = 0, start: int = 0):
         self._step: _Step | None = None
         self.key, self.value, self.capacity, self.length, self.start = key, value, capacity, length, start
         self.shared = False
+        self.home: tuple[torch.Tensor, ...] | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.key.write(self.start + self.length, keys)
@@ -460,7 +473,13 @@ class Segment:
         self.length += 1
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        return None, {name: getattr(self, name) for name in self.__slots__ if name != "_step"}
+        state = {name: getattr(self, name) for name in self.__slots__ if name != "_step"}
+        if self.home is not None and not self.at_home:  # a copy is at home: who would send it there?
+            made = iter(self.home)
+            for side, plane in (("key", copy(self.key)), ("value", copy(self.value))):
+                plane.put(made)
+                state[side] = plane
+        return None, state
 
     def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
         self._step = None
@@ -494,16 +513,24 @@ class Segment:
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Segment:
         """A segment with the same tokens, every tensor replaced by ``function`` of it."""
         fresh = copy(self)
-        fresh.key, fresh.value = copy(self.key), copy(self.value)
+        fresh.key, fresh.value, fresh.home = copy(fresh.key), copy(fresh.value), None
         for plane in fresh.planes():
             plane.map(function)
         return fresh
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor by ``function`` of it, at home where that is elsewhere."""
+        self.go_home()
+        for plane in self.planes():
+            plane.map(function)
+        if self.home is not None:
+            self.home = tuple(self._held())
 
     def twin(self) -> Segment:
         """A segment of the same tokens in the same tensors, to which neither of the two may write from now on."""
         self.shared = True
         fresh = copy(self)
-        fresh.key, fresh.value = copy(self.key), copy(self.value)
+        fresh.key, fresh.value = copy(fresh.key), copy(fresh.value)
         return fresh
 
     def owned(self) -> Segment:
@@ -520,6 +547,30 @@ class Segment:
 
     def planes(self) -> tuple[Plane, Plane]:
         return self.key, self.value
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for plane in self.planes() for tensor in plane.tensors()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold memory: of the key, then of the value; those at home where that is elsewhere."""
+        return self._held() if self.home is None else list(self.home)
+
+    def put(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes other tensors for those of its planes; they hold the same and come as :meth:`tensors` gives them."""
+        self._step = None
+        made = iter(tensors)
+        for plane in self.planes():
+            plane.put(made)
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the planes hold what lies on another device than the cache."""
+        return self.home is not None and self.key.codes is self.home[0]
+
+    def go_home(self) -> None:
+        """Drops copies on the cache's device of what lies on another."""
+        if self.home is not None and not self.at_home:
+            self.put(self.home)
 
 
 class _Step:

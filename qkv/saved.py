@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from qkv import stored
+from qkv import host_spill, stored
 from qkv.config import CacheConfig
 from qkv.layers import QKVHybridLayer, QKVHybridSlidingLayer, QKVLayer, QKVSlidingLayer
 from qkv.scales import model_difference, model_fingerprint
@@ -471,6 +471,8 @@ def _restore(
             _restore_layer(layer, state, file.take(f"layers.{index}.", device), device)
         except ValueError as error:
             raise ValueError(f"{file.path} cannot be loaded: layer {index}: {error}") from None
+        if cache._limits is not None and host_spill.serves(device):
+            cache._limits.make_room_on(device, cache.layers, index)
     if cache._limits is not None and device.type == "cpu":
         cache._limits.adopt(file.memory, cache.layers)
     if "token_ids" in file.entries:

@@ -27,7 +27,8 @@ from typing import IO
 
 import torch
 
-from qkv.planes import Plane, Segment
+from qkv.planes import Segment
+from qkv.room import Room, Stores, segment_bytes
 from qkv.storage import LayerStore
 
 _ALIGNMENT = 64
@@ -52,7 +53,7 @@ class _Mapped:
         return self.segment.key.codes is self.codes
 
 
-class Spill:
+class Spill(Room):
     """The file of one cache.
 
     Args:
@@ -63,41 +64,52 @@ class Spill:
         folder: as given.
     """
 
+    where = "the file"
+
     def __init__(self, folder: str | Path | None = None):
+        super().__init__()
         self.folder = folder
         self._file: IO[bytes] | None = None
         self._end = 0
         self._free: list[tuple[int, int]] = []
         self._mapped: dict[int, list[_Mapped]] = {}  # by layer
-        self._bytes: dict[int, tuple[object, int, int]] = {}  # layer -> what it was counted at, in memory, in the file
         self._read: int | None = None  # the layer that was read last
 
-    def empty(self) -> Spill:
-        """A file of its own for a copy of the cache, whose tensors are in memory."""
-        return Spill(self.folder)
+    def __reduce__(self) -> tuple[type[Spill], tuple[str | Path | None]]:
+        return Spill, (self.folder,)  # a copy has a file of its own, and its tensors are in memory
 
-    def share(self, other: Spill, stores: list[tuple[int, LayerStore]]) -> None:
+    def share(self, other: Room, stores: Stores) -> None:
         """Takes note of what forked stores hold where another cache has moved it: that need not be moved again."""
+        if not isinstance(other, Spill):
+            return
         for index, store in stores:
             theirs = {id(m.codes): m for m in other._mapped.get(index, ()) if m.live}
             held = [(segment, theirs.get(id(segment.key.codes))) for segment in store.packed]
             self._mapped[index] = [replace(m, segment=segment) for segment, m in held if m is not None]
 
-    def adopt(self, memory: mmap.mmap, stores: list[tuple[int, LayerStore]]) -> None:
+    def adopt(self, memory: mmap.mmap, stores: Stores) -> None:
         """Takes note of what new stores hold in a file that was mapped to load them; nothing is ever written there."""
         for index, store in stores:
             lying = [segment for segment in store.packed if segment.shared]
             self._mapped[index] = [_Mapped(s, s.key.codes, memory, segment_bytes(s)) for s in lying]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that lie in a file."""
-        return sum(m.size for held in self._mapped.values() for m in held if m.live)
+    def moved(self, index: int, store: LayerStore) -> list[Segment]:
+        """Segments that a layer holds in a file; forgets those that are no longer there, or back in memory."""
+        held = self._mapped.get(index)
+        if not held:
+            return []
+        there = {id(segment) for segment in store.packed}
+        kept = [m for m in held if m.live and id(m.segment) in there]
+        if len(kept) < len(held):
+            self._mapped[index] = kept
+            self._bytes.pop(index, None)
+        return [m.segment for m in kept]
 
-    def prune(self, stores: list[tuple[int, LayerStore]]) -> None:
-        """Forgets what was taken back since the layers had tokens last."""
+    def moved_bytes(self, stores: Stores) -> int:
+        """Bytes that layers hold in a file."""
         for index, store in stores:
-            self._prune(index, store)
+            self.moved(index, store)
+        return sum(m.size for held in self._mapped.values() for m in held if m.live)
 
     def rest(self) -> None:
         """Gives the pages back that the layer read last has brought in."""
@@ -109,68 +121,20 @@ class Spill:
         """Gives all pages back, of whichever layer."""
         _give_back(m for held in self._mapped.values() for m in held)
 
-    def make_room(self, stores: list[tuple[int, LayerStore]], index: int, max_bytes: int) -> None:
-        """Moves full segments to the file, the oldest of a layer first, until what is in memory is within the limit.
-
-        That is all that was not moved, and of one layer, while it is read, also what was. Layers take turns, the one
-        with the least in the file first: then no layer is read that has more there than others.
-
-        Args:
-            stores: of all layers, with their index.
-            index: the layer that is about to be read.
-            max_bytes: the limit. Where all has moved that can, it may be exceeded: that is seen before.
-        """
+    def make_room(self, stores: Stores, index: int, max_bytes: int) -> None:
+        """As :meth:`Room.make_room`."""
         self._read = index
-        self._prune(index, next(store for i, store in stores if i == index))
-        counts = [self._count(i, store) for i, store in stores]
-        memory, filed = sum(m for m, _ in counts), [f for _, f in counts]
-        if memory + max(filed) <= max_bytes:
-            return
-        left = [self._left(i, store) for i, store in stores]
-        changed = set()
-        while memory + max(filed) > max_bytes and any(left):
-            _, turn = min((f, at) for at, f in enumerate(filed) if left[at])
-            segment = left[turn].pop()
-            size = segment_bytes(segment)
-            self._mapped.setdefault(stores[turn][0], []).append(self._move(segment))
-            memory, filed[turn] = memory - size, filed[turn] + size
-            changed.add(turn)
-        for turn in changed:
-            i, store = stores[turn]
-            store.version += 1
-            store.kernel_regions = None
-            self._bytes.pop(i, None)
-        if changed:
-            _trim()
+        super().make_room(stores, index, max_bytes)
 
-    def _left(self, index: int, store: LayerStore) -> list[Segment]:
-        """Segments of a layer that can move and have not, the oldest last."""
-        self._prune(index, store)
-        moved = {id(m.segment) for m in self._mapped.get(index, ())}
-        return [s for s in reversed(full_segments(store)) if id(s) not in moved and s.length]
+    def _moved_some(self) -> None:
+        _trim()
 
-    def _count(self, index: int, store: LayerStore) -> tuple[int, int]:
-        """Bytes of a layer in memory and in the file, counted anew when the store has changed."""
-        known = self._bytes.get(index)
-        at = (store.version, len(store.packed))
-        if known is None or known[0] != at:
-            filed = sum(segment_bytes(m.segment) for m in self._mapped.get(index, ()) if m.live)
-            known = self._bytes[index] = (at, store.nbytes() - filed, filed)
-        return known[1], known[2]
+    def _move(self, index: int, segment: Segment) -> None:
+        self._mapped.setdefault(index, []).append(self._written(segment))
 
-    def _prune(self, index: int, store: LayerStore) -> None:
-        """Forgets segments that are no longer there, or back in memory."""
-        held = self._mapped.get(index)
-        if not held:
-            return
-        there = {id(segment) for segment in store.packed}
-        kept = [m for m in held if m.live and id(m.segment) in there]
-        if len(kept) < len(held):
-            self._mapped[index] = kept
-            self._bytes.pop(index, None)
-
-    def _move(self, segment: Segment) -> _Mapped:
-        tensors = [tensor for plane in segment.planes() for tensor in plane.tensors()]
+    def _written(self, segment: Segment) -> _Mapped:
+        """Writes a segment to the file, and lets it hold what lies there."""
+        tensors = segment.tensors()
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
@@ -184,10 +148,7 @@ class Spill:
         # When the last tensor over it is gone, be it a fork's, the place is free.
         weakref.finalize(memory, self._free.append, (offset, size)).atexit = False
         with torch.inference_mode(False):
-            made = iter([_over(memory, start, like) for start, like in zip(starts, tensors, strict=True)])
-            for plane in segment.planes():
-                _replace(plane, [next(made) for _ in plane.tensors()])
-        segment._step = None
+            segment.put([_over(memory, start, like) for start, like in zip(starts, tensors, strict=True)])
         return _Mapped(segment, segment.key.codes, memory, size)
 
     def _place(self, size: int) -> int:
@@ -214,19 +175,9 @@ class Spill:
         return self._file
 
 
-def full_segments(store: LayerStore) -> list[Segment]:
-    """The segments that never change again."""
-    return store.packed[:-1] if store._open and store.packed[-1].room else store.packed
-
-
 def _give_back(mapped: Iterable[_Mapped]) -> None:
     for memory in {id(m.memory): m.memory for m in mapped}.values():
         memory.madvise(mmap.MADV_DONTNEED)
-
-
-def segment_bytes(segment: Segment) -> int:
-    """Bytes that a segment has allocated."""
-    return sum(t.untyped_storage().nbytes() for plane in segment.planes() for t in plane.tensors())
 
 
 def _whole(tensor: torch.Tensor) -> memoryview:
@@ -249,15 +200,6 @@ def _over(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
         return like
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
     return flat.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
-
-
-def _replace(plane: Plane, tensors: list[torch.Tensor]) -> None:
-    plane._native = None
-    plane.codes = tensors[0]
-    if plane.scale is not None:
-        plane.scale = tensors[1]
-    if plane.offset is not None:
-        plane.offset = tensors[-1]
 
 
 def _trim() -> None:

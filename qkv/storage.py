@@ -25,12 +25,12 @@ small segments, used again when they are empty).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import wraps
 from math import lcm
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.nn.functional import pad
@@ -118,6 +118,19 @@ class Run:
     length: int
 
 
+class Elsewhere(Protocol):
+    """Who knows about full segments that lie on another device than their store, see host_spill.py."""
+
+    def bring(self, store: LayerStore, segments: Iterable[Segment]) -> None:
+        """Sees to it that segments of a store can be read on its device, until those of another one are brought."""
+
+    def take_back(self, store: LayerStore, segment: Segment) -> None:
+        """Takes a segment to the store's device to stay: it is going to be written to."""
+
+    def rest(self) -> None:
+        """Drops what was brought."""
+
+
 class LayerStore:
     """Keys and values of one attention layer.
 
@@ -132,6 +145,7 @@ class LayerStore:
     Attributes:
         length: tokens that have come; the position behind the last one.
         first: position of the first token that is still held.
+        elsewhere: asked before tokens are read, where full segments may lie on another device; else None.
 
     Raises:
         ValueError: formats, granularity and scales that do not go together.
@@ -170,6 +184,7 @@ class LayerStore:
         self.kernel_regions: object | None = None  # what the attention kernel keeps between steps, see attention/cpu.py
         self.version = 0  # changes whenever memory is allocated, moved or dropped
         self.changes = 0  # updates of any kind
+        self.elsewhere: Elsewhere | None = None
         self._clear()
 
     def __getstate__(self) -> dict[str, object]:
@@ -266,6 +281,8 @@ class LayerStore:
 
     def reset(self) -> None:
         """Forgets all tokens and every scale that was not given."""
+        if self.elsewhere is not None:
+            self.elsewhere.rest()
         self._clear()
 
     @property
@@ -641,7 +658,8 @@ class LayerStore:
         for plane, scale in ((last.key, key_scale), (last.value, value_scale)):
             if scale is None or scale.is_meta:  # a plan: scales do not grow
                 continue
-            if not torch.equal(plane.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0)):  # type: ignore[union-attr]
+            held = plane.scale.to(scale.device)  # type: ignore[union-attr]  # a full segment may lie elsewhere
+            if not torch.equal(held.nan_to_num(-1.0), scale.nan_to_num(-1.0)):
                 return False
         return True
 
@@ -763,8 +781,7 @@ class LayerStore:
         batch = function(torch.empty(self.shape[0], 1, device=self.device)).shape[0]
         self._empty = []
         for segment in self.segments():
-            for plane in segment.planes():
-                plane.map(function)
+            segment.map(function)
         for scale in (self._key_head, self._value_head):
             if scale is not None:
                 scale.map(function)
@@ -874,6 +891,8 @@ class LayerStore:
         self._encoded = self._encoded and (bool(kept) or self.first > 0)
         if not self._encoded and self._equalizes and self._vectors == (None, None):
             self._transforms = (None, None)
+        if self._open and self.elsewhere is not None:
+            self.elsewhere.take_back(self, kept[-1])  # it may be written to from now on
         spare = kept[-1].capacity - kept[-1].length if self._open else 0
         if (self._open and cut) or (self.capacity is None and self._has_window and spare > SMALL_SEGMENT_TOKENS):
             self._close()
@@ -903,8 +922,7 @@ class LayerStore:
         total = sum(
             tensor.untyped_storage().nbytes()
             for segment in (*self.segments(), *self._empty)
-            for plane in segment.planes()
-            for tensor in plane.tensors()
+            for tensor in segment.tensors()
         )
         for held in (self._key_head, self._value_head, *self._transforms):
             if held is not None:
@@ -914,8 +932,7 @@ class LayerStore:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor that :meth:`nbytes` counts; forks hold some of them together."""
         for segment in (*self.segments(), *self._empty):
-            for plane in segment.planes():
-                yield from plane.tensors()
+            yield from segment.tensors()
         for scale in (self._key_head, self._value_head):
             yield from () if scale is None else (x for x in (scale.current, scale._first) if x is not None)
         for transform in self._transforms:

@@ -74,12 +74,19 @@ class KVView:
         return self.store.changes != self._changes
 
     def check(self) -> None:
-        """Raises RuntimeError when the layer was updated since this view was made."""
+        """What comes before reading: tokens that lie on another device are brought.
+
+        Raises:
+            RuntimeError: the layer was updated since this view was made.
+        """
         if self.stale:
             raise RuntimeError(
                 f"this view of {self.length} tokens is out of date: its cache layer was updated since and holds "
                 f"{self.store.length} tokens by now"
             )
+        if self.store.elsewhere is not None:
+            segments = self.store.packed if self._runs is None else (run.segment for run in self._runs)
+            self.store.elsewhere.bring(self.store, segments)
 
     def runs(self) -> list[Run]:
         """The stored tokens in the order of their positions.

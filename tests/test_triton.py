@@ -153,5 +153,5 @@ def test_gpu_check_runs_its_checks_in_the_interpreter(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     said = json.loads(file.read_text())
     assert said["meta"]["device"] == "interpreter"
-    assert {row["check"] for row in said["rows"]} >= {"attention", "encode", "lengths"}
+    assert {row["check"] for row in said["rows"]} >= {"attention", "encode", "lengths", "offload"}
     assert all(row["ok"] for row in said["rows"])

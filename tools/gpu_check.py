@@ -11,6 +11,9 @@ Rows of the JSON, by their key `check`:
 * `encode`: bytes of codes, scales and zero points that differ from those of the formats in Python, on a CPU; 0.
 * `lengths`, `graph`, `compile`: lengths in the device's memory; appending and attention recorded into a CUDA graph and
   replayed; a decoding step of a model under torch.compile.
+* `offload`: a model with a cache whose older part lies in the CPU's memory: the same logits, bit for bit, as with one
+  that is all on the GPU (`whole_`). `memory` is what a prompt in two pieces and steps took of the GPU's memory at most,
+  activations included; `ms_per_step` is a median.
 * `speed`: against the fastest of torch's attentions on bfloat16 tensors (`bf16_ms`); times of CUDA graphs, medians, the
   level-2 cache emptied before each; `eager_ms` is one call from Python. `fraction_of_copy_bandwidth` is what a step
   reads by the time it takes, over what a copy within the device's memory reads and writes.
@@ -99,7 +102,7 @@ except ImportError:
     fail("triton is not installed; pip install triton")
 
 import qkv  # noqa: E402
-from qkv import planes  # noqa: E402
+from qkv import host_spill, planes  # noqa: E402
 from qkv.attention import attention, dense, triton_decode  # noqa: E402
 from qkv.config import CacheConfig  # noqa: E402
 from qkv.formats import get_format, triton_encode  # noqa: E402
@@ -265,6 +268,51 @@ def check_compile() -> Iterator[Row]:
     yield {"check": "compile", "model": "Llama, 2 layers", "error": off, "ok": off < 2e-2}
 
 
+def check_offload() -> Iterator[Row]:
+    """A prompt in two pieces and steps of a small model, with half of the cache in the CPU's memory."""
+    import transformers
+
+    small = OPTIONS.interpret
+    tokens, steps = (560, 2) if small else (16_000, 20)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64 if small else 1024, intermediate_size=64, num_hidden_layers=2 if small else 8,
+        num_attention_heads=2 if small else 8, num_key_value_heads=1 if small else 4, max_position_embeddings=32_768,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
+    qkv.enable(model)
+    ids = torch.randint(0, 512, (1, tokens + steps), device=DEVICE)
+
+    def took(cache: qkv.QKVCache) -> Row:
+        base = torch.cuda.memory_allocated() if not small else 0
+        if not small:
+            torch.cuda.reset_peak_memory_stats()
+        logits, times = [], []
+        for begin, end in ((0, tokens // 2), (tokens // 2, tokens), *((t, t + 1) for t in range(tokens, len(ids[0])))):
+            start = time.monotonic()
+            out = model(ids[:, begin:end], past_key_values=cache, logits_to_keep=1).logits.cpu()  # waits for it
+            logits.append(out)
+            times.append((time.monotonic() - start) * 1e3)
+        memory = torch.cuda.max_memory_allocated() - base if not small else 0
+        return {"logits": torch.cat(logits, 1), "ms": statistics.median(times[2:]), "memory": memory}
+
+    for name in NAMES:
+        with torch.inference_mode():
+            whole = qkv.QKVCache(model.config, name, backend="triton")
+            wanted = took(whole)
+            limit = int(0.75 * whole.nbytes())
+            del whole
+            cache = qkv.QKVCache(model.config, name, backend="triton", max_bytes=limit, on_full="offload")
+            got = took(cache)
+        gone = cache.offloaded_bytes()
+        same = torch.equal(got["logits"], wanted["logits"])
+        at_host = isinstance(cache._limits.spill, host_spill.HostSpill)
+        yield {"check": "offload", "format": name, "tokens": tokens, "kv_bytes": cache.nbytes(), "max_bytes": limit,
+               "offloaded_bytes": gone, "memory": got["memory"], "whole_memory": wanted["memory"],
+               "ms_per_step": got["ms"], "whole_ms_per_step": wanted["ms"],
+               "ok": same and gone > 0 and at_host}  # fmt: skip
+        del cache
+
+
 # ---- speed ---------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +443,9 @@ def main() -> int:
     run(rows, "attention", check_attention)
     run(rows, "encode", check_encode)
     run(rows, "lengths", lambda: check_steps(record=False))
+    if OPTIONS.interpret:  # the CPU stands for a GPU
+        host_spill.serves = lambda device: True
+    run(rows, "offload", check_offload)
     if not OPTIONS.interpret:
         run(rows, "graph", lambda: check_steps(record=True))
         flush = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
