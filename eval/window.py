@@ -76,10 +76,10 @@ def run(
         if way not in WAYS:
             raise ValueError(f"{way!r} is not known; use some of {', '.join(WAYS)}")
     ids = torch.tensor(tokenizer(settings.text)["input_ids"][: settings.tokens + 1])[None]
-    if ids.shape[1] <= settings.tokens or settings.tokens < 2 * settings.block:
-        raise ValueError(
-            f"the text has {ids.shape[1]} tokens; more than tokens={settings.tokens} are needed, and two blocks or more"
-        )
+    if settings.tokens < 2 * settings.block:
+        raise ValueError(f"tokens={settings.tokens} must be two blocks (block={settings.block}) at least")
+    if ids.shape[1] <= settings.tokens:
+        raise ValueError(f"the text has {ids.shape[1]} tokens; more than tokens={settings.tokens} are needed")
     limit = getattr(model.config, "max_position_embeddings", None)
     rows: list[dict[str, Any]] = []
     for done, way in enumerate(settings.ways):

@@ -33,9 +33,9 @@ LAYER_KEYS = (
 )
 
 
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0, not {value!r}")
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value
 
 
@@ -118,8 +118,8 @@ class CacheConfig:
             if getattr(self, name) is not None:
                 _one_of(name, getattr(self, name), GRANULARITIES)
         for name in ("group_size", "key_group_size", "value_group_size"):
-            if getattr(self, name) is not None and _whole(name, getattr(self, name)) == 0:
-                raise ValueError(f"{name} must be at least 1")
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
         if self.equalize is not None and not isinstance(self.equalize, bool):
             raise ValueError(f"equalize must be true, false or None, not {self.equalize!r}")
         _whole("residual_length", self.residual_length)
@@ -139,8 +139,8 @@ class CacheConfig:
 
     def _check_limits(self) -> None:
         for name in ("max_tokens", "max_bytes"):
-            if getattr(self, name) is not None and _whole(name, getattr(self, name)) == 0:
-                raise ValueError(f"{name} must be at least 1")
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
         if self.offload_folder is not None:
             object.__setattr__(self, "offload_folder", str(self.offload_folder))
         if self.on_full is None:

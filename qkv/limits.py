@@ -30,6 +30,10 @@ _SMALL_SEGMENTS, _GROWTHS, _SPARE_BYTES = 3, 4, 128
 Sizes = tuple[tuple[int, int, int, int], torch.dtype]
 
 
+class NoRoomError(ValueError):
+    """Not even a window of one token fits into ``max_bytes``."""
+
+
 class Limits:
     """The limits of one cache.
 
@@ -46,6 +50,7 @@ class Limits:
         self._first: int | None = None  # the layer that a pass begins with
         self._passed: tuple[int, int, tuple[int, int]] | None = None  # tokens, bytes at most, batch and layers known
         self._assumed: Sizes | None = None  # of layers that were not used yet
+        self._batch: int | None = None  # sequences for which windows were found; None: not known
         self._seen = -1  # of all layers, when their bytes were last compared with the limit
         self._folder = config.offload_folder
         self.spill: Room | None = None  # on the CPU until tokens come that are elsewhere
@@ -70,6 +75,8 @@ class Limits:
         if self.on_full == "window":
             if self.max_bytes is not None and layer.store.shape is None:
                 self._set_windows(layers, index, sizes)
+            elif self.max_bytes is not None and layer.store.shape is not None and layer.store.shape[0] != self._batch:
+                self._take_batch(layers, layer.store.shape[0])
             return
         if self._first is None or layers[self._first].get_seq_length() == 0:
             self._first = index if self._first is None else min(self._first, index)
@@ -176,7 +183,7 @@ class Limits:
         windows = [layer for layer in layers if isinstance(layer, QKVWindowLayer)]
         first = all(layer.store.shape is None for layer in layers if isinstance(layer, QKVLayer))
         if first:
-            self._assumed, self._seen = sizes, -1
+            self._assumed, self._seen, self._batch = sizes, -1, sizes[0][0]
         window = self._longest(layers, {index: sizes})
         if self.max_tokens is not None and windows:
             window = min(window, self.max_tokens - windows[0].sinks.count)
@@ -184,7 +191,7 @@ class Limits:
             total = self._bound(layers, {index: sizes})(1)
             for layer in layers:
                 layer.reset()
-            raise ValueError(
+            raise NoRoomError(
                 f"a window of one token takes {total} bytes at most, and max_bytes={self.max_bytes}; give more bytes, "
                 "or fewer sink_tokens"
             )
@@ -193,6 +200,23 @@ class Limits:
                 layer.set_window(window)
             else:
                 layer.narrow(window)
+
+    def _take_batch(self, layers: list[Any], batch: int) -> None:
+        """Makes windows shorter where the batch was rearranged into a larger one, before a pass writes anything."""
+        if self._assumed is not None:
+            (_, heads, key_dim, value_dim), dtype = self._assumed
+            self._assumed = ((batch, heads, key_dim, value_dim), dtype)
+        window = self._longest(layers, {})
+        if window < 1:
+            raise NoRoomError(
+                f"the batch is {batch} sequences by now, of which a window of one token takes "
+                f"{self._bound(layers, {})(1)} bytes at most, and max_bytes={self.max_bytes}; give more bytes, fewer "
+                "sequences, or fewer sink_tokens"
+            )
+        for layer in layers:
+            if isinstance(layer, QKVWindowLayer):
+                layer.narrow(window)
+        self._batch = batch
 
     def _bound(self, layers: list[Any], told: dict[int, Sizes]) -> Callable[[int], int]:
         """The most bytes that all layers take, as a function of the window."""
@@ -224,6 +248,21 @@ class Limits:
             middle = (least + most) // 2
             least, most = (middle, most) if total(middle) <= self.max_bytes else (least, middle)
         return least
+
+    def check_held(self, layers: list[Any]) -> None:
+        """Raises ValueError where layers that were loaded hold more than they may."""
+        held = max((int(layer.get_seq_length()) for layer in layers), default=0)
+        if self.max_tokens is not None and self.on_full == "error" and held > self.max_tokens:
+            raise ValueError(f"it holds {held} tokens, and max_tokens={self.max_tokens}")
+        if self.max_bytes is None or self.on_full == "window":
+            return
+        total, where = _bytes_of(layers), ""
+        if self.spill is not None:
+            ours = [Bytes.of(layer.store) for layer in layers if isinstance(layer, QKVLayer)]
+            total = _most_in_memory([(x, x) for x in ours])
+            where = " in memory, where a layer is whole while it is read"
+        if total > self.max_bytes:
+            raise ValueError(f"its {held} tokens take {total} bytes{where}, and max_bytes={self.max_bytes}")
 
     def _narrow(self, layers: list[Any], index: int) -> None:
         """Shortens windows that take more than ``max_bytes``, when the last of the layers has had its tokens."""

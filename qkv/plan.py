@@ -24,7 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ from transformers import (
 from qkv.cache import QKVCache
 from qkv.config import CacheConfig
 from qkv.layers import ATTENTION_NAME, QKVLayer, QKVSlidingLayer
+from qkv.limits import NoRoomError
 from qkv.models import EMBEDDED, check_dtype, find_model
 from qkv.named_caches import as_argument
 from qkv.planes import Segment
@@ -809,6 +810,11 @@ def plan_row(
     def plan(tokens: int) -> CachePlan:
         return CachePlan(shape, cache, tokens, **limits) if static else growing
 
+    try:
+        growing.window(batch)
+        period = growing.period
+    except NoRoomError:
+        return _without_room(shape, name, cache, context, batch, free, bandwidth)
     planned = plan(context).size(context, batch)
     refused = not plan(context).fits(context, batch)
     # What will never be there is not looked for in a file.
@@ -820,7 +826,7 @@ def plan_row(
         context=context,
         batch=batch,
         bits_per_value=planned.bits / planned.values if planned.values else 0.0,
-        bytes_per_token=_growth(plan, context, batch, growing.period),
+        bytes_per_token=_growth(plan, context, batch, period),
         kv_bytes=planned.allocated,
         max_context=_longest(plan, growing, batch, free),
         max_batch=None if free is None else largest(lambda n: plan(context).fits(context, n, free), 1, _MOST_ROWS),
@@ -831,6 +837,21 @@ def plan_row(
         window=growing.window(batch),
         refused=refused,
     )
+
+
+def _without_room(
+    shape: ModelShape,
+    name: str,
+    cache: str | Path | CacheConfig,
+    context: int,
+    batch: int,
+    free: int | None,
+    bandwidth: float,
+) -> Row:
+    """The row of a cache whose window never has room: sizes are those without limits."""
+    config = replace(CacheConfig.of(cache), max_tokens=None, max_bytes=None, on_full=None, offload_folder=None)
+    row = plan_row(shape, name, config, context, batch, free, bandwidth)
+    return replace(row, max_context=0, max_batch=None if free is None else 0, window=None, refused=True)
 
 
 def _growth(plan: Callable[[int], CachePlan], context: int, batch: int, period: int) -> float:

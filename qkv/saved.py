@@ -475,6 +475,11 @@ def _restore(
             cache._limits.make_room_on(device, cache.layers, index)
     if cache._limits is not None and device.type == "cpu":
         cache._limits.adopt(file.memory, cache.layers)
+    if cache._limits is not None:
+        try:
+            cache._limits.check_held(cache.layers)
+        except ValueError as error:
+            raise ValueError(f"{file.path} cannot be loaded within the limits: {error}") from None
     if "token_ids" in file.entries:
         cache.loaded_token_ids = file.tensor("token_ids").clone()
     return cache

@@ -261,7 +261,7 @@ def test_scales_that_grow_shorten_a_window_rather_than_exceed_its_bytes() -> Non
 
 
 def test_a_batch_that_becomes_larger_shortens_a_window_and_a_reset_finds_it_anew() -> None:
-    limit = 400_000
+    limit = 500_000
     cache = qkv.QKVCache(shaped(2, 2, 32), "int8", on_full="window", max_bytes=limit)
     list(grown(cache, (1, 2, 32), [900]))
     window = cache.layers[0].window
@@ -272,6 +272,23 @@ def test_a_batch_that_becomes_larger_shortens_a_window_and_a_reset_finds_it_anew
     cache.reset()
     assert all(cache.nbytes() <= limit for _ in grown(cache, (1, 2, 32), [900, *[1] * 100]))
     assert cache.layers[0].window == window
+
+
+@pytest.mark.parametrize("format", ["int8", "k5v4", "none"])
+def test_a_batch_for_which_there_is_no_room_is_refused_before_anything_is_written(format: str) -> None:
+    cache = qkv.QKVCache(shaped(2, 2, 32), format, on_full="window", max_bytes=300_000)
+    list(grown(cache, (1, 2, 32), [600]))
+    with pytest.raises(ValueError, match="a window of one token takes") as alone:
+        list(grown(qkv.QKVCache(shaped(2, 2, 32), format, on_full="window", max_bytes=300_000), (40, 2, 32), [1]))
+    cache.batch_repeat_interleave(40)
+    before = [layer.store.length for layer in cache.layers]
+    with pytest.raises(ValueError, match="the batch is 40 sequences by now") as refused:
+        list(grown(cache, (40, 2, 32), [1]))
+    assert [layer.store.length for layer in cache.layers] == before
+    takes = [int(re.findall(r"takes (\d+) bytes", str(error.value))[0]) for error in (alone, refused)]
+    assert takes[0] == takes[1] > 300_000
+    cache.batch_select_indices(torch.tensor([0]))
+    assert all(cache.nbytes() <= 300_000 for _ in grown(cache, (1, 2, 32), [1] * 100))
 
 
 def test_generate_goes_on_beyond_the_window(tiny_model: PreTrainedModel) -> None:
@@ -548,7 +565,7 @@ def test_a_cache_fills_up_to_its_bytes_and_no_further(tiny_model: PreTrainedMode
         ({"on_full": "offload"}, "max_bytes"),
         ({"on_full": "drop", "max_tokens": 5}, "error, window, offload"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"max_bytes": -1}, "at least 0"),
+        ({"max_bytes": -1}, "at least 1"),
         ({"on_full": "window", "max_tokens": 4}, "leaves nothing"),
         ({"max_tokens": 4, "offload_folder": "x"}, "offload_folder"),
         ({"on_full": "offload", "max_bytes": 100, "max_tokens": 4}, "not max_tokens"),

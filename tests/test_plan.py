@@ -663,6 +663,17 @@ def test_the_command_plans_files(command: Command) -> None:
     assert "in the file" in done.err
 
 
+def test_a_window_without_room_is_one_row_that_is_refused_among_others(command: Command) -> None:
+    arguments = ["--context", 4096, "--formats", "int8", "--max-bytes", "60MB", "--on-full", "window"]
+    done = command("plan", "llama-3.1-8b", *arguments, "--batch", "1,64", "--json", "-")
+    assert done.status == 0
+    one, many = json.loads(done.out)["rows"]
+    assert (one["refused"], many["refused"]) == (False, True)
+    assert (many["window"], many["max_context"]) == (None, 0)
+    assert one["window"] > 4
+    assert "note: int8: its limits do not let 4,096 tokens x 64 come" in done.err
+
+
 def test_what_the_limits_of_a_cache_refuse_is_noted(command: Command) -> None:
     arguments = ["--context", 4096, "--formats", "none,int8", "--max-bytes", "400MB", "--json", "-"]
     done = command("plan", "llama-3.1-8b", *arguments)

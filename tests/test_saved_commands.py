@@ -53,6 +53,16 @@ def test_generate_goes_on_from_the_cache_of_the_prompts_first_tokens(
         assert longer["text"] == alone["text"]
 
 
+def test_prompts_that_share_no_beginning_leave_no_file(command: Command, tiny_folder: Path, tmp_path: Path) -> None:
+    done = command(
+        *("generate", "--no-chat", "-p", "Apple", "-p", "Zebra", "-n", 2, "--model", tiny_folder),
+        *("--prefix-cache", tmp_path / "p.kv"),
+    )
+    assert done.status == 0
+    assert "the prompts begin with different tokens: there is no prefix to keep" in done.err
+    assert not (tmp_path / "p.kv").exists()
+
+
 @pytest.mark.parametrize("format", ["none", "int8", "dynamic"])
 def test_several_prompts_are_answered_on_forks_of_what_they_begin_with(
     format: str, command: Command, tiny_folder: Path, tmp_path: Path

@@ -452,11 +452,27 @@ def test_limits_of_the_file_hold_where_nothing_else_is_said(tmp_path: Path) -> N
     loaded = qkv.QKVCache.load(tmp_path / "a.kv", LLAMA)
     with pytest.raises(ValueError, match=r"holds 30 tokens .*, 21 more were given, and max_tokens=50"):
         loaded.update(*kv(21, **SHAPE), 0)
-    loaded = qkv.QKVCache.load(
-        tmp_path / "a.kv", LLAMA, qkv.CacheConfig("int8", equalize=False, max_tokens=25, on_full="error")
-    )
-    with pytest.raises(ValueError, match="max_tokens=25"):
-        loaded.update(*kv(1, **SHAPE), 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_tokens": 699}, "it holds 700 tokens, and max_tokens=699"),
+        ({"max_bytes": 100_000}, r"its 700 tokens take \d+ bytes, and max_bytes=100000"),
+        (
+            {"max_bytes": 20_000, "on_full": "offload"},
+            r"its 700 tokens take \d+ bytes in memory, .*, and max_bytes=20000",
+        ),
+    ],
+    ids=str,
+)
+def test_a_file_that_holds_more_than_may_be_is_refused_as_it_is_loaded(
+    limits: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    made(700).save(tmp_path / "a.kv")
+    with pytest.raises(ValueError, match=f"a.kv cannot be loaded within the limits: {message}"):
+        qkv.QKVCache.load(tmp_path / "a.kv", LLAMA, qkv.CacheConfig("int8", equalize=False, **limits))
+    qkv.QKVCache.load(tmp_path / "a.kv", LLAMA, qkv.CacheConfig("int8", equalize=False, max_tokens=700))
 
 
 def test_a_folder_that_is_gone_is_said_and_another_one_serves(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from qkv_eval.options import CacheFormatOption
 def offload(
     cache_format: CacheFormatOption = "int8",
     context: Annotated[int, typer.Option("--context", min=1, help="tokens in the cache")] = 8192,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="that the cache may take in memory")] = 1 << 25,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="that the cache may take in memory, such as 32MiB", metavar="SIZE")
+    ] = "32MiB",
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="tokens of the prompt in one pass")] = 128,
     steps: Annotated[int, typer.Option("--steps", min=1, help="tokens to decode")] = 32,
     folder: Annotated[str | None, typer.Option("--folder", help="for the file (default: that of temporary files)")] = (
@@ -27,12 +29,15 @@ def offload(
     threads: ThreadsOption = None,
 ) -> None:
     """A cache larger than the memory that it may take: its resident memory, and what that costs in time."""
+    from qkv.plan import parse_bytes
+
+    limit = parse_bytes(max_bytes, "--max-bytes")
     run = Run(json, seed, threads)
 
     from qkv_eval.bench import offload as benchmark
 
     loaded, _ = run.load_model(model, dtype)
-    settings = benchmark.OffloadSettings(cache_format, context, max_bytes, chunk, steps, folder, seed)
+    settings = benchmark.OffloadSettings(cache_format, context, limit, chunk, steps, folder, seed)
     with run.progress:
         rows = benchmark.run(loaded, settings, run.progress)["rows"]
     sizes = ("kv_bytes", "offloaded_bytes", "max_bytes", "resident_bytes")

@@ -75,9 +75,12 @@ def cache_of_prefix(
             if complete:
                 _fill(loaded, model, ids[:, count:])
             return loaded, count
+    if not ids.shape[1]:
+        run.warn("the prompts begin with different tokens: there is no prefix to keep")
+        return cache, 0
     _fill(cache, model, ids)
     message = f"computed the cache of the first {ids.shape[1]} tokens"
-    if path is not None and ids.shape[1]:
+    if path is not None:
         cache.save(path, ids, model=model)
         message += f" and saved it to {path}"
     run.warn(message)
