@@ -251,7 +251,7 @@ class Limits:
 
     def check_held(self, layers: list[Any]) -> None:
         """Raises ValueError where layers that were loaded hold more than they may."""
-        held = max((int(layer.get_seq_length()) for layer in layers), default=0)
+        held = max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, QKVLayer)), default=0)
         if self.max_tokens is not None and self.on_full == "error" and held > self.max_tokens:
             raise ValueError(f"it holds {held} tokens, and max_tokens={self.max_tokens}")
         if self.max_bytes is None or self.on_full == "window":

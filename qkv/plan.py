@@ -20,7 +20,6 @@ for a cache: the length of a window by its :class:`qkv.limits.Limits`, what move
 from __future__ import annotations
 
 import mmap
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
@@ -70,26 +69,9 @@ DEFAULT_BANDWIDTH = 50e9
 _MOST_TOKENS, _MOST_ROWS = 1 << 30, 1 << 20
 # What the model is run on to see what its layers hand to the cache.
 _ROWS, _TOKENS = 2, 4
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 # A configuration of a model whose attention is qkv's: what a layer hands out is not decoded then, and windows take
 # several sequences.
 _FUSED = SimpleNamespace(_attn_implementation=ATTENTION_NAME)
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]i?|)B?", re.IGNORECASE)
-
-
-def parse_bytes(text: str, option: str, examples: str = "24GiB, 24GB or 512MiB") -> int:
-    """Reads a size: ``24GiB``, ``24GB``, ``512MiB``, ``1.5T``, or a number of bytes.
-
-    Raises:
-        ValueError: it is no such size, or 0; the message names ``option`` and gives ``examples``.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    size = int(float(found[1]) * units[found[2].lower()]) if found is not None else 0
-    if size < 1:
-        raise ValueError(f"{option}: {text!r} will not do; give one such as {examples}")
-    return size
 
 
 def load_config(name: str) -> PreTrainedConfig:

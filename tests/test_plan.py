@@ -26,9 +26,10 @@ from transformers import (
 )
 
 import qkv
+from qkv.cli.options import parse_bytes
 from qkv.layers import QKVLayer
 from qkv.named_caches import as_argument
-from qkv.plan import CachePlan, Call, ModelShape, Places, largest, load_config, meta_model, parse_bytes, plan_row
+from qkv.plan import CachePlan, Call, ModelShape, Places, largest, load_config, meta_model, plan_row
 from qkv.shapes import SHAPES
 
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.SlowPathWarning")
@@ -717,7 +718,6 @@ def test_the_list_names_every_shape(command: Command) -> None:
         (["--max-tokens", "0"], ["max_tokens", "at least 1"]),
         (["--max-tokens", "4096"], ["max_tokens=4096", "8192", "--on-full window"]),
         (["--max-bytes", "much"], ["--max-bytes", "'much'"]),
-        (["--max-bytes", "1000", "--on-full", "window"], ["max_bytes=1000", "one token"]),
         (["--max-tokens", "99", "--on-full", "window", "--static"], ["on_full='window'", "max_cache_len"]),
         (["phi-3-mini", "--formats", "int8,bnb8", "--dtype", "float64"], ["float64"]),
     ],

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption
+from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, ThreadsOption, parse_bytes
 from qkv.cli.run import Run
 from qkv_eval.options import CacheFormatOption
 
@@ -29,8 +29,6 @@ def offload(
     threads: ThreadsOption = None,
 ) -> None:
     """A cache larger than the memory that it may take: its resident memory, and what that costs in time."""
-    from qkv.plan import parse_bytes
-
     limit = parse_bytes(max_bytes, "--max-bytes")
     run = Run(json, seed, threads)
 

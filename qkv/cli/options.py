@@ -1,13 +1,17 @@
-"""The options that every command shares, and comma-separated lists."""
+"""The options that every command shares, comma-separated lists, and sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import typer
 
 T = TypeVar("T")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]i?|)B?", re.IGNORECASE)
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="smollm2 (embedded), a folder, a GGUF file, or a hub name", metavar="MODEL")
@@ -78,3 +82,17 @@ def _parse(text: str, option: str, read: Callable[[str], T], wanted: str) -> tup
         except ValueError:
             raise ValueError(f"{option}: {item!r} will not do; give {wanted}") from None
     return tuple(values)
+
+
+def parse_bytes(text: str, option: str, examples: str = "24GiB, 24GB or 512MiB") -> int:
+    """Reads a size: ``24GiB``, ``24GB``, ``512MiB``, ``1.5T``, or a number of bytes.
+
+    Raises:
+        ValueError: it is no such size, or 0; the message names ``option`` and gives ``examples``.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    size = int(float(found[1]) * units[found[2].lower()]) if found is not None else 0
+    if size < 1:
+        raise ValueError(f"{option}: {text!r} will not do; give one such as {examples}")
+    return size

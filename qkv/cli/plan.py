@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkv.cli.options import JsonOption, SeedOption, ThreadsOption, parse_ints, parse_list
+from qkv.cli.options import JsonOption, SeedOption, ThreadsOption, parse_bytes, parse_ints, parse_list
 from qkv.cli.run import Run
 
 FORMATS = "none,int8,k8v4,k6v5,k5v4,k4v4"
@@ -72,7 +72,7 @@ def plan(
         return
 
     from qkv import QKVCache
-    from qkv.plan import ModelShape, load_config, parse_bytes, plan_row
+    from qkv.plan import ModelShape, load_config, plan_row
 
     limits: dict[str, Any] = {
         "max_tokens": max_tokens,
