@@ -74,13 +74,13 @@ class CacheConfig:
         on_full: what happens at the limit: ``error``, before anything is written (None: this, where there is a limit);
             ``window``: the first ``sink_tokens`` and the last tokens stay, see sinks.py; ``offload``: full segments
             move to a file that is mapped into memory, see spill.py, or of a cache on a GPU to the CPU's memory, see
-            host_spill.py. ``max_bytes`` holds behind each update of a layer:
-            with ``window`` for the most that its tokens take, wherever segments begin and end (scales per head that
-            grow, or a batch that does, shorten the window when the pass has ended; recorded tokens come on top); with
-            ``offload`` for what is in memory, a layer that is read counted as a whole. There an error says before
-            anything is written that what cannot move (exact tokens, a segment of each layer that is not full) and one
-            layer exceed it. Beside the limit are: the tokens of a pass that are about to be encoded; in a pass of fewer
-            than 128 tokens, until its layer has stored them, a segment; states of linear attention (``offload``).
+            host_spill.py. ``max_bytes`` holds behind each update of a layer: with ``window`` for the most that its
+            tokens take, wherever segments begin and end (scales per head that grow shorten the window when the pass has
+            ended, a batch that grows before the next one; recorded tokens come on top); with ``offload`` for what is in
+            memory, a layer that is read counted as a whole. There an error says before anything is written that what
+            cannot move (exact tokens, a segment of each layer that is not full) and one layer exceed it. Beside the
+            limit are: the tokens of a pass that are about to be encoded; in a pass of fewer than 128 tokens, until its
+            layer has stored them, a segment; states of linear attention (``offload``).
         offload_folder: where that file is; None: where temporary files go. Only for caches on the CPU.
         layers: changes for single layers: ``{layer index: {name: value}}``.
 

@@ -73,10 +73,11 @@ class Limits:
         dtype = torch.promote_types(keys.dtype, values.dtype)  # under autocast the store takes the wider one
         sizes = ((keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3]), dtype)
         if self.on_full == "window":
-            if self.max_bytes is not None and layer.store.shape is None:
+            shape = layer.store.shape
+            if self.max_bytes is not None and shape is None:
                 self._set_windows(layers, index, sizes)
-            elif self.max_bytes is not None and layer.store.shape is not None and layer.store.shape[0] != self._batch:
-                self._take_batch(layers, layer.store.shape[0])
+            elif self.max_bytes is not None and shape is not None and shape[0] != self._batch:
+                self._take_batch(layers, shape[0])
             return
         if self._first is None or layers[self._first].get_seq_length() == 0:
             self._first = index if self._first is None else min(self._first, index)
@@ -101,8 +102,8 @@ class Limits:
     def after(self, layers: list[Any], index: int) -> None:
         """What is to be done after a layer has taken new tokens: moving full segments to the file.
 
-        In a window whose bytes depend on numbers (scales per head that grow), or on what was cropped, or whose batch
-        has become larger, it is leaving out more, at the end of the pass.
+        In a window whose bytes depend on numbers (scales per head that grow), or on what was cropped, it is leaving out
+        more, at the end of the pass.
         """
         assert self.max_bytes is not None or self.spill is None
         if not isinstance(layers[index], QKVLayer) or self.max_bytes is None:

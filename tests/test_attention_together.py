@@ -61,7 +61,7 @@ SETUPS = {
 @pytest.mark.parametrize("threads", [2, 7])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_many_heads_are_shared_among_threads_wherever_they_are_cut(isa: str, setup: str, threads: int) -> None:
-    """33 heads of 3.6 kB of results and queries each are two sets and more; 7 threads cut each of them somewhere."""
+    """33 heads of 5 kB of results and queries each are two sets; 7 threads cut each of them somewhere."""
     config = replace(CacheConfig.of(setup.split()[0]), **SETUPS[setup])
     store = filled(config, (11, 3, 700, 64), [300, 390, *[1] * 10])
     view = KVView(store, None)
