@@ -20,6 +20,7 @@ import pytest
 import test_fork_full
 import torch
 from conftest import make_tiny_model
+from filling import logits
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -123,18 +124,6 @@ def _one_thread(keep_threads: None) -> None:
 
 def prompt(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Feed tokens in pieces of these sizes, the last size again and again."""
-    parts, at, turn = [], 0, iter(sizes)
-    size = sizes[-1]
-    while at < ids.shape[1]:
-        size = next(turn, size)
-        parts.append(model(ids[:, at : at + size], past_key_values=cache).logits)
-        at += size
-    return torch.cat(parts, dim=1)
 
 
 def limited(config: Any, max_bytes: int, **options: Any) -> qkv.QKVCache:

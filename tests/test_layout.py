@@ -28,7 +28,7 @@ ORDER = (
     ("qkv.layers", "qkv.turning", "qkv.window", "qkv.limits", "qkv.saved", "qkv.cache"),
     ("qkv.hf",),
     ("qkv",),
-    ("qkv.models", "qkv.named_caches", "qkv.shapes", "qkv.plan"),
+    ("qkv.models", "qkv.named_caches", "qkv.shapes", "qkv.model_shape", "qkv.plan", "qkv.plan_rows"),
     ("qkv.cli",),
     ("qkv_eval",),
 )

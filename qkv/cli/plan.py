@@ -72,7 +72,8 @@ def plan(
         return
 
     from qkv import QKVCache
-    from qkv.plan import ModelShape, load_config, plan_row
+    from qkv.model_shape import ModelShape, load_config
+    from qkv.plan_rows import plan_row
 
     limits: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -147,7 +148,7 @@ def _check(cache: str, limits: dict[str, Any], contexts: tuple[int, ...]) -> Non
 def _dtypes(config: Any, dtype: str | None, weights_dtype: str | None) -> tuple[str, str, float]:
     """The types in which a model computes and has its weights, by name, and the bytes of one weight."""
     from qkv.models import DTYPES, check_dtype
-    from qkv.plan import WEIGHT_BYTES
+    from qkv.plan_rows import WEIGHT_BYTES
 
     if dtype is None:
         own = str(config.get_text_config(decoder=True).dtype or config.dtype).removeprefix("torch.")
