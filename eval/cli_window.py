@@ -10,6 +10,9 @@ from qkv.cli.options import DtypeOption, JsonOption, ModelOption, SeedOption, Th
 from qkv.cli.run import Run
 from qkv_eval.options import CacheFormatOption, ScoredTextOption
 
+# Blocks that a table has room for; all are in the JSON.
+_MOST_COLUMNS = 10
+
 
 def window(
     ways: Annotated[
@@ -43,13 +46,23 @@ def window(
     with run.progress:
         rows = evaluation.run(*loaded, settings, run.progress)["rows"]
     count = max(len(row["blocks"]) for row in rows)
+    every = -(-count // _MOST_COLUMNS)
+    shown = range(every - 1, count, every)  # the last ones of equal parts
     run.table(
         f"{model}, {dtype}, {run.threads} threads: perplexity of {scored.name}, {block} tokens at a time, "
         f"with {size} in the window",
         {"way": "cache"}
-        | {str(i): f"{i * block}|.2f" for i in range(count)}
-        | {"ppl": "all|.2f", "over_recomputed": "ratio|.3f", "seconds": "s|.0f"},
-        [{**row, **{str(i): x for i, x in enumerate(row["blocks"])}} for row in rows],
-        "Ratio: of the second half of the blocks, to those where the last tokens are read anew.",
+        | {str(i): f"{i * block}|.2f" for i in shown}
+        | {"ppl": "all|.2f", "over_recomputed": "ratio|.3f", "megabytes": "MB|.1f", "seconds": "s|.0f"},
+        [
+            {**row, **{str(i): x for i, x in enumerate(row["blocks"])}, "megabytes": _megabytes(row["kv_bytes"])}
+            for row in rows
+        ],
+        f"Of {count} blocks, {len(shown)} by the token that they begin with. Ratio: of the second half of the blocks, "
+        "to those where the last tokens are read anew. MB: the cache in the end.",
     )
     run.finish(rows, meta={"text": {"name": scored.name, "sha256": scored.sha256}, "command": "eval window"})
+
+
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6

@@ -41,7 +41,7 @@ class WindowSettings:
         tokens: of the text to score.
         block: tokens that a figure is given for.
         chunk: tokens in one pass.
-        stride: tokens that are scored in one pass of ``recomputed``.
+        stride: tokens that are scored in one pass of ``recomputed``, at most those of the window.
     """
 
     text: str
@@ -131,9 +131,9 @@ def _score(model: PreTrainedModel, ids: torch.Tensor, way: str, settings: Window
 
 def _recomputed(model: PreTrainedModel, ids: torch.Tensor, settings: WindowSettings) -> Iterator[torch.Tensor]:
     """Losses where the model reads the last tokens anew: each has from ``window - stride`` to ``window`` before it."""
-    total = ids.shape[1] - 1
-    for start in range(0, total, settings.stride):
-        end = min(start + settings.stride, total)
+    total, stride = ids.shape[1] - 1, min(settings.stride, settings.window)
+    for start in range(0, total, stride):
+        end = min(start + stride, total)
         first = max(0, end - settings.window)
         logits = model(ids[:, first:end], use_cache=False, logits_to_keep=end - start).logits
         yield token_losses(logits, ids[:, start + 1 : end + 1])[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_tiny_model
+from conftest import Command, make_tiny_model
 from filling import BOUNDED, FORMATS, grown, logits, prompt, shaped, state
 from transformers import (
     PreTrainedModel,
@@ -157,3 +158,17 @@ def test_fewer_bytes_than_one_layer_takes_are_refused(tiny_model: PreTrainedMode
     with pytest.raises(ValueError, match="cannot move"):
         logits(tiny_model, cache, prompt(900), [900])
     assert state(cache) == before
+
+
+def test_the_benchmark_prints_and_writes_what_memory_was_taken(command: Command, tiny_folder: Path) -> None:
+    words = ("bench", "offload", "--model", tiny_folder, "--format", "none", "--context", 1500, "--steps", 2)
+    done = command(*words, "--max-bytes", "350KB", "--json", "-")
+    assert done.status == 0
+    memory, filed = json.loads(done.out)["rows"]
+    assert (memory["offloaded_bytes"], filed["max_bytes"]) == (0, 350_000)
+    assert memory["kv_bytes"] == filed["kv_bytes"] > 350_000
+    assert filed["kv_bytes"] - filed["offloaded_bytes"] <= 350_000
+    assert filed["same"]
+    assert "same bits" in command(*words, "--max-bytes", "350KB").out
+    refused = command(*words, "--max-bytes", "much")
+    assert (refused.status, len(refused.err.splitlines())) == (2, 1)
