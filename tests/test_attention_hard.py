@@ -27,7 +27,7 @@ from attending import (
     store_for,
     view_of,
 )
-from instruction_sets import INSTRUCTION_SETS
+from instruction_sets import INSTRUCTION_SETS, each_instruction_set
 from setups import GROUP_TOKENS, SETUPS, format_of
 
 from qkv.config import CacheConfig
@@ -275,3 +275,27 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(backend: str, option
     assert bool(out[0, 2, 1].isnan().all())
     out[0, 2, 1] = expected[0, 2, 1]
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_small_float8_codes_count_whether_or_not_the_program_flushes_subnormal_numbers(isa: str, format: str) -> None:
+    """All codes but one are the format's own subnormal numbers, which the kernels hold as float32's."""
+    data = random_data(Shape(1, 2, 2, 1, 40, 64, 64))
+    largest = 448.0 if format == "fp8_e4m3" else 57344.0
+    for x in (data.keys, data.values):
+        x.sign_().mul_(6 * 2.0**-9 if format == "fp8_e4m3" else 3 * 2.0**-16)
+        x[..., 5] = largest
+    data.query[..., 5] = 0.0
+    view = view_of(data, CacheConfig(format=format, equalize=False))
+    how = {"softmax_scale": 1 / float(data.keys[..., 0].abs().max())}
+    wanted = run(isa, data.query, view, **how)
+    exact = run("reference", data.query, view, **how)
+    torch.testing.assert_close(wanted[..., 6:], exact[..., 6:], rtol=1e-4, atol=1e-4 * float(exact[..., 6:].abs().max()))
+    torch.set_flush_denormal(True)
+    try:
+        out = run(isa, data.query, view, **how)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(out, wanted)
+    assert bool(out[..., 6:].abs().max() > 0)

@@ -11,8 +11,9 @@
 // the probabilities. Keys that were equalized or rotated meet a query that was treated alike, once per call; sums of
 // rotated values are kept apart and rotated back at the end.
 //
-// For whole-number codes both passes are integer multiply-adds. The query, and the probabilities of a block times the value
-// scales, are rounded to 16 bits relative to their largest magnitude; that error is 1/256 of the rounding of the codes.
+// The query, and the probabilities of a block times the value scales, are made multipliers of the codes. For whole-number
+// codes both passes are integer multiply-adds: multipliers are rounded to 16 bits relative to their largest magnitude; that
+// error is 1/256 of the rounding of the codes. For others they are float32, moved by a power of two.
 
 // `ahead`: the keys of the block that comes next, to be fetched while this one's values are read.
 static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int64_t b, int64_t h, const Span& span,
@@ -24,20 +25,14 @@ static void block(const QkvAttend& a, Workspace& w, const QkvRegion& region, int
   const uint8_t* value_codes = plane_codes(region.value, b, h);
   raw_scores(a, w, region.key, plane_codes(region.key, b, h), b, h, offset, n,
              value_block(a, region.value, value_codes, offset));
-  if (key_scaled) load_scales(region.key, b, h, offset, n, code_unit(region.key.format), w.key_scale);
-  w.odd_values = value_scaled &&
-                 !load_scales(region.value, b, h, offset, n, code_unit(region.value.format), w.value_scale);
-  const bool rounded = whole_number_format(region.value.format) && value_scaled;
-  for (int64_t g = 0; g < a.group; ++g) {
-    for (int64_t i = 0; i < a.q_len; ++i) {
-      const int r = static_cast<int>(g * a.q_len + i);
-      const int64_t head = h * a.group + g;
-      const float scale = a.softmax_scale * kLog2e;
-      const float unit = scale * (key_scaled && whole_number_format(region.key.format) ? w.q_unit[r] : 1.0f);
-      const float peak = scale_scores(a, w, r, key_scaled, unit, packed ? scale * w.bias[r] : 0.0f, b, head, i, span);
-      weigh(w, r, n, peak, rounded, value_scaled);
-    }
+  if (key_scaled) load_scales(region.key, b, h, offset, n, w.key_scale);
+  const float scale = a.softmax_scale * kLog2e;
+  for (int r = 0; r < w.rows; ++r) {
+    const float unit = key_scaled ? scale * w.q_unit[r] : scale, bias = packed ? scale * w.bias[r] : 0.0f;
+    w.peak[r] = scale_scores(a, w, r, key_scaled, unit, bias, b, h * a.group + r / a.q_len, r % a.q_len, span);
   }
+  w.odd_values = value_scaled && !load_scales(region.value, b, h, offset, n, w.value_scale);
+  for (int r = 0; r < w.rows; ++r) weigh(w, r, n, value_scaled);
   add_values(a, w, region.value, value_codes, b, h, offset, n, ahead);
 }
 
@@ -222,6 +217,7 @@ static int attend(const QkvAttend& a) {
 #else
     const int id = 0, count = 1;
 #endif
+    const Subnormals kept;
     Workspace w(a, in_band);
     // A runtime may give fewer threads than asked for: every part is done by somebody.
     for (int part = id; part < parts; part += count) {

@@ -40,3 +40,10 @@ static inline int code_bits(int32_t format) {
     default: return 8;
   }
 }
+
+// Float8 as float32: its exponent and mantissa, 7 bits, moved up by kShift + 16 lie where those of a float32 lie, the sign
+// on top. 4: e4m3, 5: e5m2. The exponents' biases differ, so what comes out is the value divided by kFloat8Unit.
+template <int kShift>
+constexpr int32_t kFloat8Bits = static_cast<int32_t>(0x80000000u | (0x7fu << (16 + kShift)));
+template <int kShift>
+constexpr float kFloat8Unit = kShift == 4 ? 0x1p120f : 0x1p112f;

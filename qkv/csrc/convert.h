@@ -11,6 +11,20 @@ static inline float float_of(uint32_t u) {
   return f;
 }
 
+// While it lives this thread's arithmetic knows subnormal numbers, whatever the program has asked for: small codes of float8
+// formats pass through them, see bits.h.
+struct Subnormals {
+#ifdef __SSE__
+  const uint32_t saved = __builtin_ia32_stmxcsr();
+  Subnormals() { __builtin_ia32_ldmxcsr(saved & ~0x8040u); }  // "denormals are zero", "flush to zero"
+  ~Subnormals() { __builtin_ia32_ldmxcsr(saved); }
+#else
+  Subnormals() {}
+#endif
+  Subnormals(const Subnormals&) = delete;
+  Subnormals& operator=(const Subnormals&) = delete;
+};
+
 // To the nearest bfloat16, ties to even; a quiet not-a-number stays one.
 static inline uint16_t to_bf16(float f) {
   const uint32_t u = bits_of(f);

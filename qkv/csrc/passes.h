@@ -13,16 +13,18 @@ constexpr float kLog2e = 1.44269504f;
 // 2^x for x <= 0; 0 for x below about -127; not-a-number stays. The polynomial is a least-maximum fit of 2^r for
 // |r| <= 1/2 with the constant held at 1; its relative error is 1.1e-7.
 static inline vf vf_exp2(vf x) {
-  const vf clamped = vf_max(vf_set1(kLeastExponent), x);  // x where x is not a number
-  const vf n = vf_round(clamped);
-  const vf r = vf_sub(clamped, n);
+  const vf clamped = vf_max(vf_set1(-127.0f), x);  // x where x is not a number
+  // 1.5 * 2^23 + 127 + n has the nearest whole number n, as the exponent of a float32 is stored, in its lowest bits: 0,
+  // which stands for the number 0, where n is -127.
+  const vf base = vf_set1(12583039.0f), shifted = vf_add(clamped, base);
+  const vf r = vf_sub(clamped, vf_sub(shifted, base));
   vf p = vf_set1(1.32647273e-3f);
   p = vf_fma(p, r, vf_set1(9.67151299e-3f));
   p = vf_fma(p, r, vf_set1(5.55073358e-2f));
   p = vf_fma(p, r, vf_set1(0.240222424f));
   p = vf_fma(p, r, vf_set1(0.693147004f));
   p = vf_fma(p, r, vf_set1(1.0f));
-  return vf_scale_pow2(p, n);
+  return vf_mul(p, vf_up_23(shifted));
 }
 
 static inline float exp2_of(float x) {
@@ -32,6 +34,39 @@ static inline float exp2_of(float x) {
 }
 
 static inline bool is_packed(int32_t format) { return format >= QKV_INT8; }
+static inline bool is_finite(float x) { return std::fabs(x) <= 3.4028235e38f; }
+
+// Whether a codec multiplies whole numbers of 16 bits.
+template <class C>
+static constexpr bool whole_numbers() {
+  return sizeof(typename C::Mult) == 2;
+}
+
+// Calls `work` with the codec of a quantized format, an empty structure.
+template <class F>
+static inline void with_codec(int32_t format, F work) {
+  switch (format) {
+    case QKV_INT8: return work(Int8Codec());
+    case QKV_E4M3: return work(Fp8Codec<4>());
+    case QKV_E5M2: return work(Fp8Codec<5>());
+    case QKV_INT2: return work(IntCodec<2>());
+    case QKV_INT3: return work(IntCodec<3>());
+    case QKV_INT4: return work(IntCodec<4>());
+    case QKV_INT5: return work(IntCodec<5>());
+    case QKV_INT6: return work(IntCodec<6>());
+    case QKV_LUT4: return work(Lut4Codec());
+    case QKV_LUT8: return work(Lut8Codec());
+    default: return;
+  }
+}
+
+// Loops over registers are laid out before a compiler decides what is in memory: left to itself GCC keeps accumulators
+// there, or copies them at every step.
+#ifdef __clang__
+#define QKV_UNROLL _Pragma("unroll")
+#else
+#define QKV_UNROLL _Pragma("GCC unroll 64")
+#endif
 
 // out[r][g * 16 + j] = sum over i < n of the pair j of group g at base + i * step, times the pair i of mult row r.
 // Meanwhile as many bytes from `ahead` on as are read here come closer: what the next pass is going to read.
@@ -39,25 +74,23 @@ template <class C, int NR, int G>
 static inline void dot_pairs(const uint8_t* base, int64_t group_stride, int64_t step, int n, const uint8_t* ahead,
                              const float* table, const typename C::Mult* mult, int64_t mult_stride, float* out,
                              int64_t out_stride) {
-  constexpr int N = C::kVecs;
-  typename C::Vec acc[NR * G * N];
-  for (int k = 0; k < NR * G * N; ++k) acc[k] = C::zero();
+  constexpr int N = C::kAccs;
+  typename C::Acc acc[NR * G * N];
+  QKV_UNROLL for (int k = 0; k < NR * G * N; ++k) acc[k] = C::zero();
   for (int i = 0; i < n; ++i) {
-    for (int at = 0; at < C::kBytes * G; at += 64) prefetch(ahead + at);
+    QKV_UNROLL for (int at = 0; at < C::kBytes * G; at += 64) prefetch(ahead + at);
     ahead += C::kBytes * G;
-    for (int g = 0; g < G; ++g) {
-      typename C::Vec v[N];
+    QKV_UNROLL for (int g = 0; g < G; ++g) {
+      typename C::Vec v[C::kVecs];
       C::load(base + g * group_stride, v, table);
-      for (int r = 0; r < NR; ++r) {
-        const typename C::Pair m = C::pair(mult + r * mult_stride);
-        for (int k = 0; k < N; ++k) acc[(r * G + g) * N + k] = C::mac(acc[(r * G + g) * N + k], v[k], m);
-      }
+      QKV_UNROLL for (int r = 0; r < NR; ++r) C::mac(acc + (r * G + g) * N, v, mult + r * mult_stride);
     }
+    QKV_UNROLL for (int k = 0; k < NR * G; ++k) C::keep(acc + k * N);
     base += step;
     mult += 2;
   }
-  for (int r = 0; r < NR; ++r)
-    for (int g = 0; g < G; ++g) C::finish(acc + (r * G + g) * N, out + r * out_stride + g * 16);
+  QKV_UNROLL for (int r = 0; r < NR; ++r)
+    QKV_UNROLL for (int g = 0; g < G; ++g) C::finish(acc + (r * G + g) * N, out + r * out_stride + g * 16);
 }
 
 // One pass over codes: `groups` groups, `group_stride` bytes apart, of n steps, `step` bytes apart.
@@ -69,18 +102,14 @@ struct Pass {
   const float* table;
 };
 
-// All groups for NR rows: whole sets of G, then one by one.
-template <class C, int NR>
-static inline void dot_groups(const Pass& p, const typename C::Mult* mult, int64_t mult_stride, float* out,
+// All groups from g on for NR rows, in sets of G, what is left in halves of them.
+template <class C, int NR, int G>
+static inline void dot_groups(const Pass& p, int g, const typename C::Mult* mult, int64_t mult_stride, float* out,
                               int64_t out_stride) {
-  constexpr int G = C::groups(NR);
-  int g = 0;
   for (; g + G <= p.groups; g += G)
     dot_pairs<C, NR, G>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * C::kBytes * p.n,
                         p.table, mult, mult_stride, out + g * 16, out_stride);
-  for (; g < p.groups; ++g)
-    dot_pairs<C, NR, 1>(p.base + g * p.group_stride, p.group_stride, p.step, p.n, p.ahead + g * C::kBytes * p.n,
-                        p.table, mult, mult_stride, out + g * 16, out_stride);
+  if (G > 1 && g < p.groups) dot_groups<C, NR, (G + 1) / 2>(p, g, mult, mult_stride, out, out_stride);
 }
 
 template <class C>
@@ -88,10 +117,10 @@ static void dot_rows(const Pass& p, int rows, const typename C::Mult* mult, int6
                      int64_t out_stride) {
   while (rows > 0) {
     const int now = C::rows_at_once(rows);
-    if (now == 4) dot_groups<C, 4>(p, mult, mult_stride, out, out_stride);
-    else if (now == 3) dot_groups<C, 3>(p, mult, mult_stride, out, out_stride);
-    else if (now == 2) dot_groups<C, 2>(p, mult, mult_stride, out, out_stride);
-    else dot_groups<C, 1>(p, mult, mult_stride, out, out_stride);
+    if (now == 4) dot_groups<C, 4, C::groups(4)>(p, 0, mult, mult_stride, out, out_stride);
+    else if (now == 3) dot_groups<C, 3, C::groups(3)>(p, 0, mult, mult_stride, out, out_stride);
+    else if (now == 2) dot_groups<C, 2, C::groups(2)>(p, 0, mult, mult_stride, out, out_stride);
+    else dot_groups<C, 1, C::groups(1)>(p, 0, mult, mult_stride, out, out_stride);
     rows -= now;
     mult += now * mult_stride;
     out += now * out_stride;

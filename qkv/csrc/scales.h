@@ -36,31 +36,30 @@ static inline float offset_value(const QkvPlane& p, int64_t i, float scale) {
   }
 }
 
-// n scales from element `at` on, times `unit`, and offsets, padded with 0 up to `padded`. Returns whether all are finite.
-static bool load_vectors(const QkvPlane& p, int64_t at, int n, int padded, float unit, float* scale, float* offset) {
+// n scales from element `at` on, and offsets, padded with 0 up to `padded`. Returns whether all scales are finite.
+static bool load_vectors(const QkvPlane& p, int64_t at, int n, int padded, float* scale, float* offset) {
   float sum = 0;
   if (p.scale_type == QKV_UE5M3 && p.offset_type == QKV_ZERO_POINT) {  // the usual ones, without a choice inside
     const uint8_t* s = static_cast<const uint8_t*>(p.scale) + at;
     const int8_t* o = static_cast<const int8_t*>(p.offset) + at;
-    vf odd = vf_set1(0);
+    vf top = vf_set1(0);
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) {
       const vf v = vf_load_ue5m3(s + i);
       vf_store(scale + i, v);
       vf_store(offset + i, vf_mul(vf_load_i8(o + i), v));
-      odd = vf_fma(v, vf_set1(0), odd);  // 0 unless v is not a number
+      top = vf_most(v, top);
     }
-    sum = vf_hsum(odd);
+    sum = 0.0f * vf_hmost(top);
     for (; i < n; ++i) {
-      const float v = ue5m3_value(s[i]);
-      scale[i] = v;
-      offset[i] = static_cast<float>(o[i]) * v;
-      sum += 0.0f * v;
+      scale[i] = ue5m3_value(s[i]);
+      offset[i] = static_cast<float>(o[i]) * scale[i];
+      sum += 0.0f * scale[i];
     }
   } else {
     for (int i = 0; i < n; ++i) {
       const float v = scale_value(p.scale, at + i, p.scale_type);
-      scale[i] = v * unit;
+      scale[i] = v;
       offset[i] = offset_value(p, at + i, v);
       sum += 0.0f * v;
     }

@@ -1,7 +1,5 @@
 // AVX-512 (F, BW, DQ, VL, VNNI) lanes. The operations are defined in words in simd_portable.h.
 
-// 2^kLeastExponent is 0 for vf_scale_pow2.
-constexpr float kLeastExponent = -200.0f;
 constexpr int kLanes = 16;
 using vf = __m512;
 
@@ -17,9 +15,17 @@ static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 static inline float vf_hsum(vf a) { return _mm512_reduce_add_ps(a); }
 static inline vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-static inline vf vf_scale_pow2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+static inline vf vf_up_23(vf a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 static inline void vf_store_i16(int16_t* p, vf a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
+}
+static inline void vf_store_i16(int16_t* p, vf a, vf b) {
+  // Adding 1.5 * 2^23 leaves the whole number, rounded, in the lowest bits.
+  const __m512i low = _mm512_castps_si512(_mm512_add_ps(a, _mm512_set1_ps(12582912.0f)));
+  const __m512i high = _mm512_castps_si512(_mm512_add_ps(b, _mm512_set1_ps(12582912.0f)));
+  alignas(64) static constexpr int16_t even[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                   32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(low, _mm512_load_si512(even), high));
 }
 static inline vf vf_load_bf16(const uint16_t* p) {
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -35,6 +41,13 @@ static inline vf vf_load_i8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 static inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+// The larger of |a| and `top`, a magnitude; what is not a number is larger than any number.
+static inline vf vf_most(vf a, vf top) {
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(vf_abs(a)), _mm512_castps_si512(top)));
+}
+static inline float vf_hmost(vf top) {
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(_mm512_castps_si512(top)))));
+}
 static inline vf vf_load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -49,26 +62,24 @@ struct Int8Codec {
   static constexpr int kBytes = 32;
   using Mult = int16_t;
   using Vec = __m512i;
-  using Pair = __m512i;
+  using Acc = __m512i;
   static constexpr float kUnit = 1.0f;
   static constexpr int kVecs = 1;
+  static constexpr int kAccs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
-  static constexpr int groups(int rows) { return rows <= 3 ? 4 : 2; }
-  static inline Vec zero() { return _mm512_setzero_si512(); }
+  static constexpr int groups(int) { return 4; }
+  static inline Acc zero() { return _mm512_setzero_si512(); }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     v[0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static inline Pair pair(const Mult* m) {
-    int32_t v;
-    std::memcpy(&v, m, 4);
-    return _mm512_set1_epi32(v);
+  // Written out: around the intrinsic GCC copies accumulators.
+  static inline void mac(Acc* a, const Vec* v, const Mult* m) {
+    int32_t both;
+    std::memcpy(&both, m, 4);
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(*a) : "v"(*v), "v"(_mm512_set1_epi32(both)));
   }
-  // Written out: around the intrinsic GCC copies every accumulator twice.
-  static inline Vec mac(Vec a, Vec v, Pair m) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(v), "v"(m));
-    return a;
-  }
-  static inline void finish(const Vec* a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(a[0])); }
+  static inline void keep(Acc*) {}
+  static inline void finish(const Acc* a, float* out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(*a)); }
 };
 
 template <int kBits>
@@ -77,54 +88,51 @@ struct IntCodec : Int8Codec {
   static inline void load(const uint8_t* p, Vec* v, const float*) { v[0] = _mm512_cvtepu8_epi16(load_codes<kBits>(p)); }
 };
 
+// First and second codes of pairs are taken apart: each vector meets one number, and all products go to one accumulator.
 template <int kShift>
 struct Fp8Codec {
   static constexpr int kBytes = 32;
   using Mult = float;
   using Vec = __m512;
-  using Pair = __m512;
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  using Acc = __m512;
+  static constexpr float kUnit = kFloat8Unit<kShift>;
   static constexpr int kVecs = 2;
+  static constexpr int kAccs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
-  static constexpr int groups(int) { return 2; }
-  static inline Vec zero() { return _mm512_setzero_ps(); }
+  static constexpr int groups(int) { return 4; }
+  static inline Acc zero() { return _mm512_setzero_ps(); }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
-    __m512i h = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    h = _mm512_slli_epi16(h, kShift);
-    // The sign was extended into the top exponent bit; e4m3 never uses that bit.
-    if (kShift == 7) h = _mm512_and_si512(h, _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
-    v[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
-    v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
+    const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i mask = _mm512_set1_epi32(kFloat8Bits<kShift>);
+    v[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(w, 16 + kShift), mask));
+    v[1] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(w, kShift), mask));
   }
-  static inline Pair pair(const Mult* m) {
-    double v;
-    std::memcpy(&v, m, 8);
-    return _mm512_castpd_ps(_mm512_set1_pd(v));
+  static inline void mac(Acc* a, const Vec* v, const Mult* m) {
+    *a = _mm512_fmadd_ps(v[0], _mm512_set1_ps(m[0]), *a);
+    *a = _mm512_fmadd_ps(v[1], _mm512_set1_ps(m[1]), *a);
   }
-  static inline Vec mac(Vec a, Vec v, Pair m) { return _mm512_fmadd_ps(v, m, a); }
-  static inline void finish(const Vec* a, float* out) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    _mm512_storeu_ps(out,
-                     _mm512_add_ps(_mm512_permutex2var_ps(a[0], even, a[1]), _mm512_permutex2var_ps(a[0], odd, a[1])));
-  }
+  static inline void keep(Acc* a) { __asm__("" : "+v"(*a)); }
+  static inline void finish(const Acc* a, float* out) { _mm512_storeu_ps(out, *a); }
 };
 
-struct Lut4Codec : Fp8Codec<8> {
+struct Lut4Codec : Fp8Codec<5> {
   static constexpr int kBytes = 16;
+  static constexpr float kUnit = 1.0f;
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
-    const __m256i codes = load_codes<4>(p);
+    const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    // The low halves of the bytes are the first 8 pairs, the high ones the others. Only the last 4 bits of an index count.
+    const __m512i both = _mm512_broadcast_i64x4(w);
     const __m512 values = _mm512_loadu_ps(table);
-    v[0] = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(codes)), values);
-    v[1] = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(codes, 1)), values);
+    v[0] = _mm512_permutexvar_ps(_mm512_srlv_epi64(both, _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4)), values);
+    v[1] = _mm512_permutexvar_ps(_mm512_srlv_epi64(both, _mm512_setr_epi64(16, 16, 16, 16, 20, 20, 20, 20)), values);
   }
 };
 
-struct Lut8Codec : Fp8Codec<8> {
+struct Lut8Codec : Fp8Codec<5> {
+  static constexpr float kUnit = 1.0f;
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
-    for (int k = 0; k < 2; ++k) {
-      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * k));
-      v[k] = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(codes), table, 4);
-    }
+    const __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    v[0] = _mm512_i32gather_ps(_mm512_and_si512(w, _mm512_set1_epi32(255)), table, 4);
+    v[1] = _mm512_i32gather_ps(_mm512_srli_epi32(w, 16), table, 4);
   }
 };

@@ -1,7 +1,5 @@
 // NEON lanes of AArch64, two registers of four. The operations are defined in words in simd_portable.h.
 
-// 2^kLeastExponent is 0 for vf_scale_pow2.
-constexpr float kLeastExponent = -127.0f;
 constexpr int kLanes = 8;
 
 struct vf {
@@ -25,13 +23,14 @@ static inline vf vf_max(vf a, vf b) { return {larger(a.lo, b.lo), larger(a.hi, b
 static inline float vf_hmax(vf a) { return vmaxnmvq_f32(vmaxnmq_f32(a.lo, a.hi)); }
 static inline float vf_hsum(vf a) { return vaddvq_f32(vaddq_f32(a.lo, a.hi)); }
 static inline vf vf_round(vf a) { return {vrndnq_f32(a.lo), vrndnq_f32(a.hi)}; }
-static inline float32x4_t scale_pow2(float32x4_t a, float32x4_t n) {
-  const int32x4_t bits = vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23);
-  return vmulq_f32(a, vreinterpretq_f32_s32(bits));
-}
-static inline vf vf_scale_pow2(vf a, vf n) { return {scale_pow2(a.lo, n.lo), scale_pow2(a.hi, n.hi)}; }
+static inline float32x4_t up_23(float32x4_t a) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a), 23)); }
+static inline vf vf_up_23(vf a) { return {up_23(a.lo), up_23(a.hi)}; }
 static inline void vf_store_i16(int16_t* p, vf a) {
   vst1q_s16(p, vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(a.lo)), vcvtnq_s32_f32(a.hi)));
+}
+static inline void vf_store_i16(int16_t* p, vf a, vf b) {
+  vf_store_i16(p, a);
+  vf_store_i16(p + kLanes, b);
 }
 static inline vf vf_load_bf16(const uint16_t* p) {
   const uint16x8_t v = vld1q_u16(p);
@@ -52,6 +51,17 @@ static inline vf vf_load_i8(const int8_t* p) {
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(v))), vcvtq_f32_s32(vmovl_high_s16(v))};
 }
 static inline vf vf_abs(vf a) { return {vabsq_f32(a.lo), vabsq_f32(a.hi)}; }
+// The larger of |a| and `top`, a magnitude; what is not a number is larger than any number.
+static inline float32x4_t most_of(float32x4_t a, float32x4_t top) {
+  return vreinterpretq_f32_s32(vmaxq_s32(vreinterpretq_s32_f32(vabsq_f32(a)), vreinterpretq_s32_f32(top)));
+}
+static inline vf vf_most(vf a, vf top) { return {most_of(a.lo, top.lo), most_of(a.hi, top.hi)}; }
+static inline float vf_hmost(vf top) {
+  const int32_t bits = vmaxvq_s32(vreinterpretq_s32_f32(most_of(top.lo, top.hi)));
+  float most;
+  std::memcpy(&most, &bits, 4);
+  return most;
+}
 static inline vf from_f16(uint16x8_t h) {
   const float16x8_t v = vreinterpretq_f16_u16(h);
   return {vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)};
@@ -65,35 +75,38 @@ static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 struct Int8Codec {
   static constexpr int kBytes = 32;
   using Mult = int16_t;
-  struct Vec {  // of 8 pairs: first and second codes, as int16, or the accumulators
+  struct Vec {  // of 8 pairs
+    int16x8_t first, second;
+  };
+  struct Acc {
     int32x4_t lo, hi;
   };
-  using Pair = int16x4_t;
   static constexpr float kUnit = 1.0f;
   static constexpr int kVecs = 2;
+  static constexpr int kAccs = 2;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
-  static inline Vec zero() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
-  static inline Vec codes(int16x8_t first, int16x8_t second) {
-    return {vreinterpretq_s32_s16(first), vreinterpretq_s32_s16(second)};
-  }
+  static inline Acc zero() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     for (int k = 0; k < 2; ++k) {
       const int16x8_t w = vreinterpretq_s16_u8(vld1q_u8(p + 16 * k));
-      v[k] = codes(vshrq_n_s16(vshlq_n_s16(w, 8), 8), vshrq_n_s16(w, 8));
+      v[k] = {vshrq_n_s16(vshlq_n_s16(w, 8), 8), vshrq_n_s16(w, 8)};
     }
   }
-  static inline Pair pair(const Mult* m) {
-    int32_t v;
-    std::memcpy(&v, m, 4);
-    return vreinterpret_s16_s32(vdup_n_s32(v));
+  static inline void mac(Acc* a, const Vec* v, const Mult* mult) {
+    int32_t both;
+    std::memcpy(&both, mult, 4);
+    const int16x4_t m = vreinterpret_s16_s32(vdup_n_s32(both));
+    for (int k = 0; k < 2; ++k) {
+      const int16x8_t first = v[k].first, second = v[k].second;
+      a[k] = {vmlal_lane_s16(vmlal_lane_s16(a[k].lo, vget_low_s16(first), m, 0), vget_low_s16(second), m, 1),
+              vmlal_high_lane_s16(vmlal_high_lane_s16(a[k].hi, first, m, 0), second, m, 1)};
+    }
   }
-  static inline Vec mac(Vec a, Vec v, Pair m) {
-    const int16x8_t first = vreinterpretq_s16_s32(v.lo), second = vreinterpretq_s16_s32(v.hi);
-    return {vmlal_lane_s16(vmlal_lane_s16(a.lo, vget_low_s16(first), m, 0), vget_low_s16(second), m, 1),
-            vmlal_high_lane_s16(vmlal_high_lane_s16(a.hi, first, m, 0), second, m, 1)};
+  static inline void keep(Acc* a) {
+    for (int k = 0; k < 2; ++k) __asm__("" : "+w"(a[k].lo), "+w"(a[k].hi));
   }
-  static inline void finish(const Vec* a, float* out) {
+  static inline void finish(const Acc* a, float* out) {
     for (int k = 0; k < 2; ++k) vf_store(out + 8 * k, {vcvtq_f32_s32(a[k].lo), vcvtq_f32_s32(a[k].hi)});
   }
 };
@@ -141,25 +154,27 @@ struct IntCodec : Int8Codec {
     const uint8x16x2_t all = load_codes<kBits>(p);
     for (int k = 0; k < 2; ++k) {
       const uint16x8_t w = vreinterpretq_u16_u8(all.val[k]);
-      v[k] = codes(vreinterpretq_s16_u16(vandq_u16(w, vdupq_n_u16(255))), vreinterpretq_s16_u16(vshrq_n_u16(w, 8)));
+      v[k] = {vreinterpretq_s16_u16(vandq_u16(w, vdupq_n_u16(255))), vreinterpretq_s16_u16(vshrq_n_u16(w, 8))};
     }
   }
 };
 
+// Float8 by way of float16, for which there is an instruction.
 template <int kShift>
 struct Fp8Codec {
   static constexpr int kBytes = 32;
   using Mult = float;
-  using Vec = vf;  // of 4 pairs: first codes, and second ones; an accumulator uses `lo` alone
-  using Pair = float32x2_t;
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  using Vec = vf;  // of 4 pairs: first codes, and second ones
+  using Acc = float32x4_t;
+  static constexpr float kUnit = kShift == 4 ? 256.0f : 1.0f;
   static constexpr int kVecs = 4;
+  static constexpr int kAccs = 4;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int rows) { return rows <= 2 ? 2 : 1; }
-  static inline Vec zero() { return vf_set1(0); }
+  static inline Acc zero() { return vdupq_n_f32(0); }
   // A code in the upper half of a word, as float32.
   static inline vf value(uint16x8_t w) {
-    if (kShift == 8) return from_f16(w);
+    if (kShift == 5) return from_f16(w);
     // The shift doubles the sign, into the top exponent bit; e4m3 never uses that bit.
     const int16x8_t h = vandq_s16(vshrq_n_s16(vreinterpretq_s16_u16(w), 1), vdupq_n_s16(static_cast<int16_t>(0xbf80)));
     return from_f16(vreinterpretq_u16_s16(h));
@@ -172,17 +187,19 @@ struct Fp8Codec {
       v[2 * k + 1] = {first.hi, second.hi};
     }
   }
-  static inline Pair pair(const Mult* m) { return vld1_f32(m); }
-  // Not an assignment to a part of `a`: GCC would keep every accumulator in memory.
-  static inline Vec mac(Vec a, Vec v, Pair m) {
-    return {vfmaq_lane_f32(vfmaq_lane_f32(a.lo, v.lo, m, 0), v.hi, m, 1), a.hi};
+  static inline void mac(Acc* a, const Vec* v, const Mult* mult) {
+    const float32x2_t m = vld1_f32(mult);
+    for (int k = 0; k < 4; ++k) a[k] = vfmaq_lane_f32(vfmaq_lane_f32(a[k], v[k].lo, m, 0), v[k].hi, m, 1);
   }
-  static inline void finish(const Vec* a, float* out) {
-    for (int k = 0; k < 4; ++k) vst1q_f32(out + 4 * k, a[k].lo);
+  static inline void keep(Acc* a) {
+    for (int k = 0; k < 4; ++k) __asm__("" : "+w"(a[k]));
+  }
+  static inline void finish(const Acc* a, float* out) {
+    for (int k = 0; k < 4; ++k) vst1q_f32(out + 4 * k, a[k]);
   }
 };
 
-struct Lut4Codec : Fp8Codec<8> {
+struct Lut4Codec : Fp8Codec<5> {
   static constexpr int kBytes = 16;
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
     const uint8x16x2_t all = load_codes<4>(p);
@@ -200,7 +217,7 @@ struct Lut4Codec : Fp8Codec<8> {
   }
 };
 
-struct Lut8Codec : Fp8Codec<8> {
+struct Lut8Codec : Fp8Codec<5> {
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
     for (int k = 0; k < 4; ++k, p += 8)
       v[k] = {float32x4_t{table[p[0]], table[p[2]], table[p[4]], table[p[6]]},

@@ -1,8 +1,6 @@
 // Plain C++ lanes: the meaning of every operation, and what serves a processor without AVX2. The loops have a fixed
 // trip count of kLanes so that a compiler can use whatever vector registers its target has.
 
-// 2^kLeastExponent is 0 for vf_scale_pow2.
-constexpr float kLeastExponent = -127.0f;
 constexpr int kLanes = 8;
 
 struct vf {
@@ -60,17 +58,13 @@ static inline vf vf_round(vf a) {
   QKV_LANES a.x[i] = std::nearbyint(a.x[i]);
   return a;
 }
-// a * 2^n for whole n in [kLeastExponent, 0]; 0 for kLeastExponent. Where n is not a number, so is a.
-static inline vf vf_scale_pow2(vf a, vf n) {
+// The bits of every number, 23 places up.
+static inline vf vf_up_23(vf a) {
   QKV_LANES {
-    // 1.5 * 2^23 + 127 + n has 127 + n in its lowest bits. A conversion to int would be undefined for not-a-number.
-    const float shifted = n.x[i] + 12583039.0f;
     uint32_t bits;
-    std::memcpy(&bits, &shifted, 4);
+    std::memcpy(&bits, a.x + i, 4);
     bits <<= 23;
-    float p;
-    std::memcpy(&p, &bits, 4);
-    a.x[i] *= p;
+    std::memcpy(a.x + i, &bits, 4);
   }
   return a;
 }
@@ -80,6 +74,10 @@ static inline void vf_store_i16(int16_t* p, vf a) {
     const float v = std::nearbyint(a.x[i]);
     p[i] = v == v ? static_cast<int16_t>(v) : 0;
   }
+}
+static inline void vf_store_i16(int16_t* p, vf a, vf b) {
+  vf_store_i16(p, a);
+  vf_store_i16(p + kLanes, b);
 }
 static inline vf vf_load_bf16(const uint16_t* p) {
   vf r;
@@ -106,6 +104,20 @@ static inline vf vf_load_i8(const int8_t* p) {
 static inline vf vf_abs(vf a) {
   QKV_LANES a.x[i] = std::fabs(a.x[i]);
   return a;
+}
+// The larger of |a| and `top`, a magnitude; what is not a number is larger than any number.
+static inline float larger_magnitude(float a, float top) {
+  a = std::fabs(a);
+  return a >= top || a != a ? a : top;
+}
+static inline vf vf_most(vf a, vf top) {
+  QKV_LANES a.x[i] = larger_magnitude(a.x[i], top.x[i]);
+  return a;
+}
+static inline float vf_hmost(vf top) {
+  float m = 0;
+  QKV_LANES m = larger_magnitude(top.x[i], m);
+  return m;
 }
 static inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
@@ -135,32 +147,33 @@ static inline vf vf_load_f16(const uint16_t* p) {
 static inline void prefetch(const void*) {}
 
 // A codec multiplies 16 pairs of stored codes by one pair of multipliers and adds them up, pair by pair:
-// acc[j] += code[2j] * m[0] + code[2j + 1] * m[1], j = 0..15. kVecs vectors hold the codes, widened, of 16 pairs, and as
-// many their accumulators; `finish` turns those into 16 floats. A stored code is worth kUnit times what the codec makes
-// of it. A unit of 32 codes is kBytes bytes; code books have a table.
+// acc[j] += code[2j] * m[0] + code[2j + 1] * m[1], j = 0..15. kVecs vectors hold the codes, widened, of 16 pairs, kAccs
+// their accumulators; `finish` turns those into 16 floats. `keep` holds accumulators in their registers from one step to
+// the next. A stored code is worth kUnit times what the codec makes of it. A unit of 32 codes is kBytes bytes; code books
+// have a table. `rows_at_once` rows of queries share the codes that were read, of `groups` groups of pairs at a time.
 struct Int8Codec {
   static constexpr int kBytes = 32;
   using Mult = int16_t;
   struct Vec {
-    int32_t x[32];  // codes; an accumulator uses the first 16
+    int32_t x[32];
   };
-  struct Pair {
-    int32_t a, b;
+  struct Acc {
+    int32_t x[16];
   };
   static constexpr float kUnit = 1.0f;
   static constexpr int kVecs = 1;
+  static constexpr int kAccs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int) { return 1; }
-  static inline Vec zero() { return Vec{}; }
+  static inline Acc zero() { return Acc{}; }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     for (int i = 0; i < 32; ++i) v->x[i] = static_cast<int8_t>(p[i]);
   }
-  static inline Pair pair(const Mult* m) { return {m[0], m[1]}; }
-  static inline Vec mac(Vec a, const Vec& v, Pair m) {
-    for (int j = 0; j < 16; ++j) a.x[j] += v.x[2 * j] * m.a + v.x[2 * j + 1] * m.b;
-    return a;
+  static inline void mac(Acc* a, const Vec* v, const Mult* m) {
+    for (int j = 0; j < 16; ++j) a->x[j] += v->x[2 * j] * m[0] + v->x[2 * j + 1] * m[1];
   }
-  static inline void finish(const Vec* a, float* out) {
+  static inline void keep(Acc*) {}
+  static inline void finish(const Acc* a, float* out) {
     for (int j = 0; j < 16; ++j) out[j] = static_cast<float>(a->x[j]);
   }
 };
@@ -173,7 +186,6 @@ struct IntCodec : Int8Codec {
   }
 };
 
-// Float8: kShift places the byte into a half-precision number whose value is the code's divided by kUnit.
 template <int kShift>
 struct Fp8Codec {
   static constexpr int kBytes = 32;
@@ -181,41 +193,39 @@ struct Fp8Codec {
   struct Vec {
     float x[32];
   };
-  struct Pair {
-    float a, b;
+  struct Acc {
+    float x[16];
   };
-  struct Table {
-    float value[256];
-    Table() {
-      for (int c = 0; c < 256; ++c)
-        value[c] = f16_to_f32(static_cast<uint16_t>(((c & 0x80) << 8) | ((c & 0x7f) << kShift)));
-    }
-  };
-  static constexpr float kUnit = kShift == 7 ? 256.0f : 1.0f;
+  static constexpr float kUnit = kFloat8Unit<kShift>;
   static constexpr int kVecs = 1;
+  static constexpr int kAccs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
   static constexpr int groups(int) { return 1; }
-  static inline Vec zero() { return Vec{}; }
+  static inline Acc zero() { return Acc{}; }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
-    static const Table table;
-    for (int i = 0; i < 32; ++i) v->x[i] = table.value[p[i]];
+    for (int i = 0; i < 32; ++i) {
+      const int32_t code = static_cast<int8_t>(p[i]);
+      const uint32_t bits = static_cast<uint32_t>(code) << (16 + kShift) & static_cast<uint32_t>(kFloat8Bits<kShift>);
+      std::memcpy(v->x + i, &bits, 4);
+    }
   }
-  static inline Pair pair(const Mult* m) { return {m[0], m[1]}; }
-  static inline Vec mac(Vec a, const Vec& v, Pair m) {
-    for (int j = 0; j < 16; ++j) a.x[j] += v.x[2 * j] * m.a + v.x[2 * j + 1] * m.b;
-    return a;
+  static inline void mac(Acc* a, const Vec* v, const Mult* m) {
+    for (int j = 0; j < 16; ++j) a->x[j] += v->x[2 * j] * m[0] + v->x[2 * j + 1] * m[1];
   }
-  static inline void finish(const Vec* a, float* out) { std::memcpy(out, a->x, 16 * sizeof(float)); }
+  static inline void keep(Acc*) {}
+  static inline void finish(const Acc* a, float* out) { std::memcpy(out, a->x, 16 * sizeof(float)); }
 };
 
-struct Lut4Codec : Fp8Codec<8> {
+struct Lut4Codec : Fp8Codec<5> {
   static constexpr int kBytes = 16;
+  static constexpr float kUnit = 1.0f;
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
     for (int i = 0; i < 32; ++i) v->x[i] = table[get_code<4>(p, i)];
   }
 };
 
-struct Lut8Codec : Fp8Codec<8> {
+struct Lut8Codec : Fp8Codec<5> {
+  static constexpr float kUnit = 1.0f;
   static inline void load(const uint8_t* p, Vec* v, const float* table) {
     for (int i = 0; i < 32; ++i) v->x[i] = table[p[i]];
   }
