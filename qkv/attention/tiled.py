@@ -227,21 +227,25 @@ class _Rest:
     def own(self, q_len: int, rows: slice, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values ``[batch * n, kv_heads, tokens, dim]`` of n pieces that are alike, behind :meth:`common`.
 
-        First as stored, then exactly; and the mask, one for all.
+        First as stored, those that the last queries of a piece see so, then exactly; and the mask, one for all.
         """
         late = self.view.late
         assert late is not None
         begin = self._asking(q_len, rows.start)
         low = self._stored_before(begin)
         size = begin + LATE_PIECE - low
-        here = slice(low - self.begin, low - self.begin + size + (n - 1) * LATE_PIECE)
-        shift = self.view.first + self.begin - late.first
-        copies = slice(here.start + shift, here.stop + shift)
-        both = []
-        for stored, exact in zip(self.stored, self.exact, strict=True):
-            parts = [x.unfold(2, size, LATE_PIECE) for x in (stored[:, :, here], exact[:, :, copies])]
-            both.append(torch.cat([part.permute(0, 2, 1, 4, 3) for part in parts], dim=3).flatten(0, 1))
+        as_stored = self._stored_before(begin + LATE_PIECE - 1) - low
         mask = late_mask(self.view, None, q_len, rows.start, LATE_PIECE, True, (low, low + size))
+        mask = torch.cat([mask[..., :as_stored], mask[..., size:]], dim=-1)
+        sources = ((self.stored, as_stored, low - self.begin), (self.exact, size, low + self.view.first - late.first))
+        both = []
+        for kind in range(2):  # keys, values
+            parts = [
+                planes[kind][:, :, at : at + length + (n - 1) * LATE_PIECE].unfold(2, length, LATE_PIECE)
+                for planes, length, at in sources
+                if length
+            ]
+            both.append(torch.cat([part.permute(0, 2, 1, 4, 3) for part in parts], dim=3).flatten(0, 1))
         return both[0], both[1], mask
 
     def _asking(self, q_len: int, row: int) -> int:
