@@ -99,7 +99,7 @@ struct Fp8Codec {
   static constexpr int kVecs = 2;
   static constexpr int kAccs = 1;
   static constexpr int rows_at_once(int rows) { return rows < 4 ? rows : 4; }
-  static constexpr int groups(int) { return 4; }
+  static constexpr int groups(int rows) { return rows < 4 ? 8 : 4; }
   static inline Acc zero() { return _mm512_setzero_ps(); }
   static inline void load(const uint8_t* p, Vec* v, const float*) {
     const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
