@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qkv import native
+from qkv import large_pages, native
 from qkv.formats.base import Format, saturating
 from qkv.formats.layout import Layout, layout_for
 from qkv.native import Plane as NativePlane
@@ -132,7 +132,8 @@ class Plane:
         self.layout: Layout | None = None
         self.scaling, self.transform = scaling, transform
         if format is None:
-            self.codes = torch.empty(batch, heads, capacity, self.dim, dtype=like.dtype, device=like.device)
+            flat = large_pages.empty(batch * heads * capacity * self.dim * like.element_size(), like.device)
+            self.codes = flat.view(like.dtype).view(batch, heads, capacity, self.dim)
             return
         self.scaling = scaling = scaling or Scaling("token")
         # On torch's meta device sizes are planned: those that the CPU is going to need.

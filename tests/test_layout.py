@@ -20,7 +20,7 @@ PACKAGES = {"qkv": ROOT / "qkv", "qkv_eval": ROOT / "eval"}
 
 # A module imports only from groups above its own, or from its own.
 ORDER = (
-    ("qkv.presets", "qkv.config", "qkv.native"),
+    ("qkv.presets", "qkv.config", "qkv.native", "qkv.large_pages"),
     ("qkv.formats", "qkv.transform", "qkv.rotary", "qkv.equalizer"),
     ("qkv.planes", "qkv.head_scale", "qkv.storage", "qkv.stored", "qkv.scales", "qkv.view", "qkv.sinks"),
     ("qkv.room", "qkv.spill", "qkv.host_spill"),
@@ -36,6 +36,7 @@ WITHOUT_TRANSFORMERS = (
     "qkv.presets",
     "qkv.config",
     "qkv.native",
+    "qkv.large_pages",
     "qkv.formats",
     "qkv.transform",
     "qkv.rotary",
@@ -143,7 +144,7 @@ def test_the_evaluation_uses_public_names_only() -> None:
         if found.importer.split(".")[0] != "qkv_eval" or found.module.split(".")[0] != "qkv":
             continue
         assert not any(part.startswith("_") for part in f"{found.module}.{found.name}".split(".")), found
-        public = ("qkv", "qkv.attention", "qkv.models", "qkv.named_caches", "qkv.scales")
+        public = ("qkv", "qkv.attention", "qkv.large_pages", "qkv.models", "qkv.named_caches", "qkv.scales")
         assert found.module in public or "qkv.cli" in found.module, found
     for name, path in modules().items():
         if name.split(".")[0] == "qkv_eval":

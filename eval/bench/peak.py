@@ -2,10 +2,13 @@
 
 torch's profiler is asked, since only it sits in the allocator. It is told of every block that torch takes or gives
 back, also inside of an operator: the buffers of a softmax, both halves of a concatenation, a layer that is decoded and
-dropped within one call. A ``TorchDispatchMode`` sees the results of operators and none of that; the resident size of
-the process counts what malloc has not given back, and leaves out what was not yet written. What is missing here: memory
-that libraries take from malloc themselves (scratch of matrix products, a few kilobytes in our own kernel), and what
-threads other than the caller's take. :func:`peak_resident` includes it, as the cross-check that it is.
+dropped within one call. The large pages that caches lie in do not come from that allocator: they keep a log of their
+own, and both are put in the order of time.
+
+A ``TorchDispatchMode`` sees the results of operators and none of that; the resident size of the process counts what
+malloc has not given back, and leaves out what was not yet written. What is missing here: memory that libraries take
+from malloc themselves (scratch of matrix products, a few kilobytes in our own kernel), and what threads other than the
+caller's take. :func:`peak_resident` includes it, as the cross-check that it is.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from qkv.large_pages import pool
+
 
 class TensorMemory:
     """Follows what torch allocates on the CPU during parts of a program.
@@ -37,6 +42,8 @@ class TensorMemory:
         self.peaks: dict[str, int] = {}
         self._blocks: dict[int, int] = {}
         self._held = 0
+        self._pages = 0  # what large pages held at the end of the last part, beyond what they held before the first
+        self._pages_before: int | None = None
 
     @property
     def peak(self) -> int:
@@ -46,33 +53,50 @@ class TensorMemory:
     @property
     def held(self) -> int:
         """Bytes that were held at the end of the last part."""
-        return self._held
+        return self._held + self._pages
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Follows what is allocated within; a part may come several times under one name."""
         # The profiler's library says on standard error that it starts and stops, unless it is told not to.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            yield
+        if self._pages_before is None:
+            self._pages_before = pool.used
+        changes: list[tuple[int, int]] = []
+        pool.log = changes
+        try:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                yield
+        finally:
+            pool.log = None
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.json"
             seen.export_chrome_trace(str(trace))
-            events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        self.peaks[name] = max(self.peaks.get(name, 0), self._follow(events))
+            traced = json.loads(trace.read_text(encoding="utf-8", errors="replace"))
+        base = int(traced.get("baseTimeNanoseconds", 0))
+        found = [e for e in traced["traceEvents"] if e.get("name") == "[memory]"]
+        events: list[tuple[float, Mapping[str, Any] | int]] = [(base + 1000 * float(e["ts"]), e["args"]) for e in found]
+        events += [(when, used - self._pages_before) for when, used in changes]
+        self.peaks[name] = max(self.peaks.get(name, 0), self._follow(sorted(events, key=lambda event: event[0])))
 
-    def _follow(self, events: Iterable[Mapping[str, Any]]) -> int:
-        """Replays allocations and frees in the order of time, and returns the most bytes held on the way."""
-        peak = self._held
-        for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
-            details = event["args"]
+    def _follow(self, events: Iterable[tuple[float, Mapping[str, Any] | int]]) -> int:
+        """Replays allocations and frees, in the order of time, and returns the most bytes held on the way.
+
+        An event is what the profiler says of a block, or what large pages hold from then on.
+        """
+        peak = self.held
+        for _, details in events:
+            if isinstance(details, int):
+                self._pages = details
+                peak = max(peak, self.held)
+                continue
             address, size = int(details["Addr"]), int(details["Bytes"])
             if size > 0:
                 self._blocks[address] = size
                 self._held += size
             else:  # of a block from before the first part there is nothing to take off
                 self._held -= self._blocks.pop(address, 0)
-            peak = max(peak, self._held)
+            peak = max(peak, self.held)
         return peak
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qkv import large_pages
+
 UNIT = 32
 PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 
@@ -83,7 +85,7 @@ class Layout:
         size = 1
         for n in shape:
             size *= n
-        flat = torch.zeros(size + 64, dtype=torch.uint8, device=device)
+        flat = large_pages.empty(size + 64, device).zero_()
         return flat[:size].view(shape)
 
     def bits_per_token(self, dim: int) -> int:
