@@ -48,7 +48,8 @@ def read_bandwidth(rounds: int = 9) -> float:
     """Measures how fast memory is read with all of torch's threads, in bytes per second.
 
     The fastest of several reductions over a buffer of eight times the last-level cache (at most 1 GiB), by their
-    medians: each reads every byte once and keeps almost nothing. The buffer lies in large pages where caches do.
+    medians: each reads every byte once and keeps almost nothing. The buffer lies in large pages where caches do. What
+    fetches further ahead than torch's reductions can read faster.
     """
     size = min(8 * last_level_cache(), _LARGEST_BUFFER)
     buffer = large_pages.empty(size, torch.device("cpu")).view(torch.float32).fill_(1.0)
