@@ -144,7 +144,7 @@ static inline void store_multipliers(float* out, vf v, vf w, float unit) {
 // multipliers of 0, where a number is not finite.
 template <class C, bool kScaled>
 static inline float make_multipliers(const float* x, const float* scale, int n, float largest, float limit,
-                              typename C::Mult* out) {
+                                     typename C::Mult* out) {
   // Below this the reciprocal would overflow; such numbers add nothing.
   constexpr float usable = whole_numbers<C>() ? 1e-34f : 1.17549435e-38f;
   if (!(largest >= usable && is_finite(largest))) {
