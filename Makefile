@@ -35,7 +35,7 @@ demo: $(VENV)/stamp-model
 	$(BIN)/qkv compare $(ARGS)
 
 test: $(VENV)/stamp-model $(VENV)/stamp-dev $(VENV)/stamp-gemma
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # `make test` skips these tests, and says so, unless this was called before.
 test-arm: $(VENV)/stamp-dev $(VENV)/stamp-arm

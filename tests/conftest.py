@@ -24,15 +24,6 @@ PROSE = (Path(__file__).parent / "prose.txt").read_text(encoding="utf-8")
 
 Command = Callable[..., SimpleNamespace]
 
-# Files of few and long tests: begun last, one of two workers would wait for the other.
-LONG_FILES = ("test_real_models.py", "test_smollm2.py", "test_triton.py", "test_static.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the rest as it was."""
-    place = {name: number for number, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
-
 
 def make_tiny_model(seed: int = 0, **changes: int) -> LlamaForCausalLM:
     """Return a random Llama of two layers, three query heads and one kv head, in evaluation mode."""
